@@ -1,0 +1,45 @@
+"""An implementation of one problem, and the reasons for which it may decline."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mla_ref.case import Case
+from mla_ref.numerics import Numerics
+from mla_ref.scan import scan
+
+
+def available(device: str) -> str | None:
+    """Runs wherever torch runs."""
+    return None
+
+
+def supports_all(case: Case) -> str | None:
+    """Supports its whole contract."""
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation.
+
+    name: "package.module", unique; how the judge finds it and how it is printed.
+    fn: called with the fields of the problem's inputs, in their order.
+    numerics: the rounding that it declares; a lie here fails.
+    requires: device type -> what is missing there, or None.
+    supports: case -> why it is outside the contract, or None.
+    variants: further callables with the same signature (split counts, tiles, workspaces). Each is judged.
+    """
+
+    name: str
+    problem: str
+    fn: Callable[..., Any]
+    numerics: Numerics = Numerics()
+    requires: Callable[[str], str | None] = available
+    supports: Callable[[Case], str | None] = supports_all
+    variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+def backends_in(package: str) -> dict[str, Backend]:
+    """The backends of one package, by their own names."""
+    return {backend.name: backend for backend in scan(package, "BACKEND").values()}

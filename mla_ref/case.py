@@ -1,0 +1,100 @@
+"""A recipe for inputs: integers and strings only, the same bits on every machine."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mla_ref.config import MLAConfig, RopeConfig
+from mla_ref.formats import cache_format
+from mla_ref.layout import CacheLayout
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One experiment, without tensors.
+
+    problem: which contract; a name from ``mla_ref.problems``.
+    q_lens, kv_lens: new tokens and cached tokens (new ones included) of each request.
+    dtype: of queries, weights and outputs. cache_format: of the cache.
+    kv_scale: the per-tensor scale of formats that have one.
+    regime: how the values are spread; a name from ``mla_ref.values.REGIMES``.
+    seed: everything random follows from it.
+    """
+
+    problem: str
+    config: MLAConfig
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    dtype: str = "bfloat16"
+    cache_format: str = "bf16"
+    block_size: int = 64
+    layout: CacheLayout = CacheLayout()
+    regime: str = "plain"
+    kv_scale: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.q_lens) != len(self.kv_lens):
+            raise ValueError(f"case: {len(self.q_lens)} q_lens but {len(self.kv_lens)} kv_lens")
+        for name in ("q_lens", "kv_lens"):
+            for i, length in enumerate(getattr(self, name)):
+                if length < 0:
+                    raise ValueError(f"case: {name}[{i}] is {length}, must not be negative")
+        if self.block_size < 1:
+            raise ValueError(f"case: block_size is {self.block_size}, must be at least 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"case: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        cache_format(self.cache_format)
+
+    def to_json(self) -> str:
+        """One line; ``from_json`` gives back an equal case."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> "Case":
+        """Raises: ValueError naming the field that is unknown, missing or of the wrong type."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"case: not JSON: {error}") from None
+        case: Case = _build(Case, data, "case")
+        return case
+
+
+# What a JSON value may be for each annotation that Case and its parts use.
+_NESTED = {"config": MLAConfig, "layout": CacheLayout, "rope": RopeConfig}
+
+
+def _build(kind: type[Any], data: object, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: expected an object, got {type(data).__name__}")
+    known = {f.name: f for f in fields(kind)}
+    if unknown := sorted(set(data) - set(known)):
+        raise ValueError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(known)}")
+    values = {}
+    for name, value in data.items():
+        values[name] = _convert(known[name].type, name, value, f"{where}.{name}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"{where}: {str(error).split('__init__() ')[-1]}") from None
+
+
+def _convert(annotation: Any, name: str, value: object, where: str) -> Any:
+    if name in _NESTED:
+        return _build(_NESTED[name], value, where)
+    if annotation == tuple[int, ...]:
+        if isinstance(value, list) and all(type(v) is int for v in value):
+            return tuple(value)
+        raise ValueError(f"{where}: expected a list of integers, got {value!r}")
+    if annotation is float and type(value) in (int, float):
+        return float(value)  # type: ignore[arg-type]
+    if annotation == int | None and (value is None or type(value) is int):
+        return value
+    if type(value) is annotation:
+        return value
+    expected = getattr(annotation, "__name__", str(annotation))
+    raise ValueError(f"{where}: expected {expected}, got {value!r}")

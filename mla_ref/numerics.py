@@ -1,0 +1,41 @@
+"""What an implementation declares about its own rounding. The judge holds it to exactly this."""
+
+from dataclasses import dataclass
+
+EXACT = "exact"
+INPUT = "input"
+FLOAT32 = "float32"
+FLOAT64 = "float64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Number formats at every point where a value is rounded.
+
+    Fields that name a type take "input" (the query's dtype), a torch dtype name such as "bfloat16",
+    "float32", "float64", or "exact" where no rounding beyond the accumulator's happens.
+
+    accumulate: type of scores, softmax and sums. "compute" means float64 for float64 inputs, otherwise float32.
+    kv: type that dequantised keys and values are rounded to before they are multiplied.
+    operand: type that a stage's materialised result is rounded to: the absorbed query and the latent
+        output (``form="absorbed"``), or the expanded keys and values (``form="expanded"``).
+    form: "latent" (no projections), "absorbed" or "expanded".
+    p: type of the softmax weights in the product with the values.
+    sum_rounded_p: whether the denominator sums the rounded weights; None: either.
+    partial: type of partial outputs between splits or chunks.
+    max_splits: the most partial results that are ever merged into one row.
+    min_tile: the fewest keys between two updates of the running maximum.
+    exp_error: relative error of the exponential. log_error: absolute error of log2.
+    """
+
+    accumulate: str = "compute"
+    kv: str = EXACT
+    operand: str = EXACT
+    form: str = "latent"
+    p: str = EXACT
+    sum_rounded_p: bool | None = None
+    partial: str = EXACT
+    max_splits: int = 1
+    min_tile: int = 16
+    exp_error: float = 2.0**-22
+    log_error: float = 2.0**-22

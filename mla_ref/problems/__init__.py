@@ -1,0 +1,1 @@
+"""The contracts, one file each: inputs in signature order, shapes, checks, and case → tensors."""

@@ -15,7 +15,7 @@ class Numerics:
     Fields that name a type take "input" (the query's dtype), a torch dtype name such as "bfloat16",
     "float32", "float64", or "exact" where no rounding beyond the accumulator's happens.
 
-    accumulate: type of scores, softmax and sums. "compute" means float64 for float64 inputs, otherwise float32.
+    accumulate: type of scores, softmax and sums. "compute": float64 for float64 queries, float32 for others.
     kv: type that dequantised keys and values are rounded to before they are multiplied.
     operand: type that a stage's materialised result is rounded to: the absorbed query and the latent
         output (``form="absorbed"``), or the expanded keys and values (``form="expanded"``).

@@ -1,0 +1,38 @@
+"""What every test shares: a seed of its own, memory that is never zero by luck, and hypothesis profiles."""
+
+import hashlib
+import os
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, deadline=None, database=None)
+hypothesis.settings.register_profile("deep", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("MLA_VERIFY_PROFILE", "ci"))
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """An integer that follows from the test's name and parameters alone."""
+    return int.from_bytes(hashlib.sha256(request.node.nodeid.encode()).digest()[:4], "little")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.empty`` returns NaN (or the largest integer), so that an element nobody wrote shows."""
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, _filled(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _filled(torch.Tensor.new_empty))
+
+
+def _filled(allocate):
+    def poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point() and tensor.dim() and tensor.is_contiguous():
+            tensor.view(torch.uint8).fill_(0xFF)  # by bytes: not every float8 type can be filled
+        elif tensor.dtype in (torch.int32, torch.int64):
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+        return tensor
+
+    return poisoned

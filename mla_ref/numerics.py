@@ -21,11 +21,18 @@ class Numerics:
         output (``form="absorbed"``), or the expanded keys and values (``form="expanded"``).
     form: "latent" (no projections), "absorbed" or "expanded".
     p: type of the softmax weights in the product with the values.
+    shared_p: whether every channel of a row multiplies the same rounded weights; False where warpgroups round
+        copies of their own.
     sum_rounded_p: whether the denominator sums the rounded weights; None: either.
     partial: type of partial outputs between splits or chunks.
     max_splits: the most partial results that are ever merged into one row.
+    merge_depth: merges that a partial result passes through: 1 where all are merged at once, up to
+        max_splits - 1 where they are folded in one after another.
     min_tile: the fewest keys between two updates of the running maximum.
-    exp_error: relative error of the exponential. log_error: absolute error of log2.
+    dot_roundings: roundings per product of a dot, in units of the accumulator's roundoff. 1 covers IEEE sums
+        in any order and the 16-bit units of Hopper and Blackwell; Ampere's shorter alignment needs 1.5.
+    exp_error: relative error of the exponential, in units of the accumulator's roundoff (``ex2.approx``: 4).
+    log_error: error of the logarithm, in the same units, relative to 1 + its magnitude.
     """
 
     accumulate: str = "compute"
@@ -33,9 +40,12 @@ class Numerics:
     operand: str = EXACT
     form: str = "latent"
     p: str = EXACT
+    shared_p: bool = True
     sum_rounded_p: bool | None = None
     partial: str = EXACT
     max_splits: int = 1
+    merge_depth: int = 1
     min_tile: int = 16
-    exp_error: float = 2.0**-22
-    log_error: float = 2.0**-22
+    dot_roundings: float = 1.0
+    exp_error: float = 4.0
+    log_error: float = 4.0

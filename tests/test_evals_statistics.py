@@ -1,0 +1,175 @@
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
+
+from scipy import optimize, stats
+
+from evals.statistics import (
+    FAIL,
+    INCONCLUSIVE,
+    PASS,
+    PUBLISHED,
+    Paired,
+    Published,
+    _score,
+    decide,
+    loss_bound,
+    mcnemar,
+    mcnemar_power,
+    most_losses,
+    non_inferiority_power,
+    paired_detectable_loss,
+    published_table,
+    shown_smaller,
+    stderr,
+    unpaired_detectable_loss,
+    unpaired_interval,
+)
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.change}-{row.accuracy}")
+def test_the_published_stderr_is_reproduced(row: Published):
+    assert round(stderr(row.exact, row.n), 4) == row.printed_stderr
+
+
+def test_what_the_published_runs_could_see():
+    seen = {
+        (row.accuracy, row.n): (
+            round(100 * unpaired_interval(row.accuracy, row.n), 1),
+            round(100 * unpaired_detectable_loss(row.accuracy, row.n), 1),
+            round(100 * paired_detectable_loss(row.n, 0.05), 1),
+        )
+        for row in PUBLISHED
+    }
+    assert seen[0.96, 100] == (5.4, 6.9, 10.0)
+    assert seen[0.66, 100] == (13.1, 16.7, 10.0)
+    assert seen[0.6702, 1319] == (3.6, 4.6, 1.9)
+    assert seen[0.792, 500] == (5.0, 6.4, 3.3)
+
+
+def test_real_losses_against_the_published_sizes():
+    # A chunked-prefill bug took 0.93 to 0.6467: any run sees it. A merge bug took 3 points: n = 100 does not.
+    assert unpaired_detectable_loss(0.93, 100) < 0.93 - 0.6467
+    assert paired_detectable_loss(1319, 0.05) < 0.03 < paired_detectable_loss(100, 0.0)
+    # The gap that the decode change showed on strict-match is a quarter of an unpaired deviation.
+    gap = (0.6619 - 0.6573) / math.hypot(stderr(0.6619, 1319), stderr(0.6573, 1319))
+    assert round(gap, 2) == 0.25
+
+
+def test_published_table_has_a_row_for_each_figure():
+    lines = published_table().splitlines()
+    assert len(lines) == 2 + len(PUBLISHED)
+    assert lines[3] == "| chunked prefill | 100 | 0.66 | ±0.0476 | ±13.1% | 16.7% | 10.0% |"
+
+
+def test_mcnemar_agrees_with_the_library():
+    for lost, won in ((0, 0), (1, 0), (8, 0), (5, 5), (3, 9), (30, 12)):
+        want = stats.binomtest(lost, lost + won, alternative="greater").pvalue if lost + won else 1.0
+        assert round(mcnemar(lost, won), 12) == round(want, 12)
+    assert mcnemar(8, 0) == 2.0**-8
+
+
+def test_mcnemar_power_is_the_share_of_significant_tables():
+    n, churn, loss = 30, 0.2, 0.1
+    p_lost, p_won = churn / 2 + loss, churn / 2
+    power = sum(
+        stats.multinomial.pmf((lost, won, n - lost - won), n, (p_lost, p_won, 1 - p_lost - p_won))
+        for lost in range(n + 1)
+        for won in range(n + 1 - lost)
+        if mcnemar(lost, won) <= 0.05
+    )
+    assert round(mcnemar_power(n, churn, loss), 10) == round(float(power), 10)
+
+
+def test_detectable_loss_at_the_usual_sizes():
+    got = [[round(100 * paired_detectable_loss(n, c), 1) for c in (0, 0.02, 0.1)] for n in (100, 500, 1319)]
+    assert got == [[6.6, 8.3, 12.1], [1.3, 2.4, 4.4], [0.5, 1.3, 2.5]]
+
+
+def _log_likelihood(p_won, lost, won, n, loss):
+    p_lost = p_won + loss
+    rest = 1.0 - p_lost - p_won
+    return sum(k * math.log(p) for k, p in ((lost, p_lost), (won, p_won), (n - lost - won, rest)) if k)
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "n", "loss"), [(7, 3, 50, 0.04), (1, 6, 40, 0.1), (20, 20, 200, 0.02)]
+)
+def test_score_uses_the_restricted_maximum_of_the_likelihood(lost, won, n, loss):
+    best = optimize.minimize_scalar(
+        lambda p: -_log_likelihood(p, lost, won, n, loss),
+        bounds=(1e-12, (1 - loss) / 2 - 1e-12),
+        method="bounded",
+        options={"xatol": 1e-12},
+    ).x
+    want = (lost - won - n * loss) / math.sqrt(n * (2 * best + loss * (1 - loss)))
+    assert round(float(_score(lost, won, n, loss)), 6) == round(want, 6)
+
+
+def test_bound_without_flips_is_wilsons():
+    z2 = stats.norm.ppf(0.95) ** 2
+    for n in (100, 200, 1319):
+        assert round(loss_bound(0, 0, n), 12) == round(z2 / (n + z2), 12)
+    assert [round(100 * loss_bound(0, 0, n), 2) for n in (100, 200, 500, 1319)] == [2.63, 1.33, 0.54, 0.2]
+
+
+def test_bound_covers_the_true_loss_and_is_not_idle():
+    generator = np.random.default_rng(7)
+    for n, p_lost, p_won in ((100, 0.05, 0.02), (200, 0.02, 0.02), (1319, 0.03, 0.025)):
+        tables = generator.multinomial(n, (p_lost, p_won, 1 - p_lost - p_won), size=4000)
+        missed = float(np.mean(shown_smaller(tables[:, 0], tables[:, 1], n, p_lost - p_won + 1e-12)))
+        assert 0.02 < missed < 0.06, (n, missed)
+
+
+def test_bound_is_where_shown_smaller_turns():
+    for lost, won, n in ((0, 0, 100), (5, 2, 200), (40, 33, 1319), (0, 9, 50), (100, 0, 100), (1, 0, 1)):
+        bound = loss_bound(lost, won, n)
+        assert bound <= 1.0
+        if bound < 1.0:
+            assert not shown_smaller(lost, won, n, bound - 1e-9)
+            assert shown_smaller(lost, won, n, bound + 1e-9)
+
+
+def test_most_losses_that_pass():
+    assert [most_losses(200, won, 0.05) for won in (0, 5, 10)] == [4, 8, 11]
+    assert [most_losses(1319, won, 0.02) for won in (0, 10, 20, 33, 66)] == [18, 25, 33, 44, 72]
+    assert most_losses(100, 0, 0.02) == -1
+
+
+def test_non_inferiority_power_is_the_share_of_passing_tables():
+    n, churn, margin = 60, 0.1, 0.1
+    power = sum(
+        stats.multinomial.pmf((lost, won, n - lost - won), n, (churn / 2, churn / 2, 1 - churn))
+        for lost in range(n + 1)
+        for won in range(n + 1 - lost)
+        if shown_smaller(lost, won, n, margin)
+    )
+    assert round(non_inferiority_power(n, churn, margin), 10) == round(float(power), 10)
+    assert [round(non_inferiority_power(1319, c, 0.02), 2) for c in (0, 0.05, 0.2)] == [1.0, 0.94, 0.49]
+
+
+@pytest.mark.parametrize(
+    ("pair", "margin", "outcome", "word"),
+    [
+        (Paired(both=900, lost=10, won=10, neither=399), 0.02, PASS, "bound on the loss"),
+        (Paired(both=900, lost=9, won=0, neither=410), 0.02, PASS, "there is a loss"),
+        (Paired(both=800, lost=60, won=10, neither=449), 0.02, FAIL, "60 questions lost, 10 won"),
+        (Paired(both=900, lost=40, won=25, neither=354), 0.02, INCONCLUSIVE, "shows none"),
+        (Paired(both=66, lost=0, won=0, neither=34), 0.02, INCONCLUSIVE, "no less than 2.63%"),
+        (Paired(both=5, lost=1, won=0, neither=1313), 0.02, INCONCLUSIVE, "the baseline solves"),
+    ],
+)
+def test_decision(pair: Paired, margin: float, outcome: str, word: str):
+    decision = decide(pair, margin)
+    assert decision.outcome == outcome
+    assert word in decision.reason
+
+
+def test_decision_refuses_what_is_no_question():
+    with pytest.raises(ValueError, match="margin: is 0"):
+        decide(Paired(both=1, lost=0, won=0, neither=0), 0.0)
+    with pytest.raises(ValueError, match="there are 0"):
+        decide(Paired(both=0, lost=0, won=0, neither=0), 0.02)

@@ -94,6 +94,8 @@ def _convert(annotation: Any, name: str, value: object, where: str) -> Any:
         return float(value)  # type: ignore[arg-type]
     if annotation == int | None and (value is None or type(value) is int):
         return value
+    if annotation == float | None and (value is None or type(value) in (int, float)):
+        return value if value is None else float(value)  # type: ignore[arg-type]
     if type(value) is annotation:
         return value
     expected = getattr(annotation, "__name__", str(annotation))

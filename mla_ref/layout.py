@@ -1,8 +1,14 @@
-"""Where the entries of a paged latent cache sit in memory."""
+"""Where the entries of a paged cache sit in memory, and the pool that holds them.
 
+The planner (``mla_ref.capacity``) and the allocator ask the same ``CacheLayout.place`` for bytes.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from mla_ref.layout_algebra import Placement, place
 
 POISON_BYTE = 0xFF  # NaN in bf16, fp16, fp32 and e4m3fn alike
 
@@ -16,6 +22,7 @@ class CacheLayout:
     offset: unused bytes before block 0.
     shuffled: logical blocks map to physical ones in random order, interleaved between requests.
     spare_blocks: physical blocks that belong to no request.
+    block_align: every block occupies a multiple of this, before the gap (576: DeepSeek-V4's pages).
     """
 
     entry_align: int = 1
@@ -23,25 +30,49 @@ class CacheLayout:
     offset: int = 0
     shuffled: bool = True
     spare_blocks: int = 2
+    block_align: int = 1
 
     def __post_init__(self) -> None:
-        if self.entry_align < 1:
-            raise ValueError(f"layout: entry_align is {self.entry_align}, must be at least 1")
+        for field in ("entry_align", "block_align"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"layout: {field} is {getattr(self, field)}, must be at least 1")
         for field in ("block_gap", "offset", "spare_blocks"):
             if getattr(self, field) < 0:
                 raise ValueError(f"layout: {field} is {getattr(self, field)}, must not be negative")
 
+    def place(self, order: str, sizes: Mapping[str, int], widths: Sequence[int], itemsize: int) -> Placement:
+        """``layout_algebra.place`` with this layout's alignments, gap and offset."""
+        return place(
+            order,
+            sizes,
+            widths,
+            itemsize,
+            entry_align=self.entry_align,
+            block_align=self.block_align,
+            block_gap=self.block_gap,
+            offset=self.offset,
+        )
+
+    def latent(self, num_blocks: int, block_size: int, entry_width: int, itemsize: int = 1) -> Placement:
+        """One layer's latent cache [n k x]."""
+        return self.place("nkx", {"n": num_blocks, "k": block_size}, [entry_width], itemsize)
+
     def entry_stride(self, entry_bytes: int) -> int:
         """Bytes from one entry to the next."""
-        return -(-entry_bytes // self.entry_align) * self.entry_align
+        return self.latent(1, 1, entry_bytes).views[0].stride("k")
 
     def block_stride(self, entry_bytes: int, block_size: int) -> int:
         """Bytes from one block to the next."""
-        return self.entry_stride(entry_bytes) * block_size + self.block_gap
+        return self.latent(1, block_size, entry_bytes).views[0].stride("n")
 
     def pool_bytes(self, entry_bytes: int, block_size: int, num_blocks: int) -> int:
         """Bytes of the whole pool, offset included."""
-        return self.offset + self.block_stride(entry_bytes, block_size) * num_blocks
+        return self.latent(num_blocks, block_size, entry_bytes).pool_bytes
+
+
+def poisoned_pool(num_bytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """[num_bytes] uint8, every byte poison."""
+    return torch.full((num_bytes,), POISON_BYTE, dtype=torch.uint8, device=device)
 
 
 def allocate(
@@ -57,27 +88,5 @@ def allocate(
 
     Raises: ValueError if a stride or the offset is no multiple of the element size.
     """
-    itemsize = dtype.itemsize
-    entry_bytes = entry_width * itemsize
-    strides = (
-        layout.block_stride(entry_bytes, block_size),
-        layout.entry_stride(entry_bytes),
-        itemsize,
-    )
-    for name, value in zip(
-        ("block stride", "entry stride", "offset"), (*strides[:2], layout.offset), strict=True
-    ):
-        if value % itemsize:
-            raise ValueError(f"layout: {name} of {value} bytes is no multiple of {dtype}'s {itemsize}")
-    pool = torch.full(
-        (layout.pool_bytes(entry_bytes, block_size, num_blocks),),
-        POISON_BYTE,
-        dtype=torch.uint8,
-        device=device,
-    )
-    return torch.as_strided(
-        pool.view(dtype),
-        (num_blocks, block_size, entry_width),
-        tuple(s // itemsize for s in strides),
-        layout.offset // itemsize,
-    )
+    placement = layout.latent(num_blocks, block_size, entry_width, dtype.itemsize)
+    return placement.views[0].tensor(poisoned_pool(placement.pool_bytes, device), dtype)

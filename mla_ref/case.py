@@ -22,6 +22,9 @@ class Case:
     kv_scale: the per-tensor scale of formats that have one.
     regime: how the values are spread; a name from ``mla_ref.values.REGIMES``.
     seed: everything random follows from it.
+    num_kv_heads, v_scale, kv_layout: of keys and values that are cached apart (``paged_attention``): heads,
+        the scale of the values beside ``kv_scale`` of the keys, and the order of the pool's axes as in
+        ``mla_ref.layout_algebra``.
     """
 
     problem: str
@@ -35,6 +38,9 @@ class Case:
     regime: str = "plain"
     kv_scale: float = 1.0
     seed: int = 0
+    num_kv_heads: int = 1
+    v_scale: float = 1.0
+    kv_layout: str = "l2nkgx"
 
     def __post_init__(self) -> None:
         if len(self.q_lens) != len(self.kv_lens):
@@ -43,8 +49,9 @@ class Case:
             for i, length in enumerate(getattr(self, name)):
                 if length < 0:
                     raise ValueError(f"case: {name}[{i}] is {length}, must not be negative")
-        if self.block_size < 1:
-            raise ValueError(f"case: block_size is {self.block_size}, must be at least 1")
+        for name in ("block_size", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"case: {name} is {getattr(self, name)}, must be at least 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"case: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         cache_format(self.cache_format)

@@ -26,8 +26,11 @@ class Paged(NamedTuple):
     kv_scale: torch.Tensor
 
 
-def raw_values(case: Case, nope: int) -> Raw:
-    """Queries [t h nope], [t h r] and keys [n c], [n r] in the case's regime, float64 on the CPU."""
+def raw_values(case: Case, nope: int, latent: int | None = None) -> Raw:
+    """Queries [t h nope], [t h r] and keys [n latent], [n r] in the case's regime, float64 on the CPU.
+
+    latent: the model's c where None.
+    """
     if case.regime not in REGIMES:
         raise ValueError(f"case: regime {case.regime!r} is not one of {', '.join(REGIMES)}")
     config, t, n, seed = case.config, sum(case.q_lens), sum(case.kv_lens), case.seed
@@ -37,7 +40,7 @@ def raw_values(case: Case, nope: int) -> Raw:
     raw = Raw(
         q_nope=bell(seed, "q_nope", t, config.num_heads, nope),
         q_pe=bell(seed, "q_pe", t, config.num_heads, config.qk_rope_head_dim),
-        kv_c=bell(seed, "kv_c", n, config.kv_lora_rank),
+        kv_c=bell(seed, "kv_c", n, config.kv_lora_rank if latent is None else latent),
         k_pe=bell(seed, "k_pe", n, config.qk_rope_head_dim),
         position=torch.cat(empty + positions),
         length=torch.cat(empty + lengths),
@@ -49,6 +52,13 @@ def kv_scale(case: Case, fmt: CacheFormat, device: torch.device) -> torch.Tensor
     """The per-tensor scale [] float32; NaN where the format has none, so that reading it shows."""
     value = case.kv_scale if fmt.per_tensor_scale else float("nan")
     return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def live_slots(case: Case, table: torch.Tensor) -> torch.Tensor:
+    """Flat slots of every cached token, request by request, int64."""
+    lengths = enumerate(case.kv_lens)
+    found = [slots(table[i], 0, length, case.block_size) for i, length in lengths]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *found])
 
 
 def paged(case: Case, raw: Raw, device: torch.device) -> Paged:
@@ -66,11 +76,7 @@ def paged(case: Case, raw: Raw, device: torch.device) -> Paged:
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
     scale = kv_scale(case, fmt, torch.device("cpu"))
     entries = fmt.encode(raw.kv_c.to(dtype), raw.k_pe.to(dtype), scale)
-    slot_mapping = torch.cat(
-        [torch.empty(0, dtype=torch.int64)]
-        + [slots(table[i], 0, length, case.block_size) for i, length in enumerate(case.kv_lens)]
-    )
-    scatter(kv_cache, slot_mapping.to(device), entries.to(device))
+    scatter(kv_cache, live_slots(case, table).to(device), entries.to(device))
     return Paged(
         kv_cache=kv_cache,
         block_table=table.to(device),
@@ -120,15 +126,18 @@ def check_paged(inputs: Any, *queries: str) -> None:
     check_device(inputs)
 
 
-def check_lengths(inputs: Any, num_tokens: int) -> None:
-    """Offsets that partition the queries, lengths that the table covers, live blocks inside the pool."""
+def check_lengths(inputs: Any, num_tokens: int, pages: torch.Tensor | None = None) -> None:
+    """Offsets that partition the queries, lengths that the table covers, live blocks inside the pool.
+
+    pages: [n k …], where they are not ``kv_cache``.
+    """
     offsets = inputs.cu_seqlens_q.tolist()
     lengths = inputs.cache_seqlens.tolist()
     check_offsets("cu_seqlens_q", offsets, num_tokens)
     longest = max((b - a for a, b in pairwise(offsets)), default=0)
     if inputs.max_seqlen_q < longest:
         raise ValueError(f"max_seqlen_q: {inputs.max_seqlen_q}, but the longest query has {longest} tokens")
-    check_table(inputs.block_table, lengths, inputs.kv_cache)
+    check_table(inputs.block_table, lengths, inputs.kv_cache if pages is None else pages)
 
 
 def check_offsets(name: str, offsets: list[int], total: int) -> None:
@@ -142,9 +151,9 @@ def check_offsets(name: str, offsets: list[int], total: int) -> None:
         raise ValueError(f"{name}[{len(offsets) - 1}]: is {offsets[-1]}, but there are {total} tokens")
 
 
-def check_table(table: torch.Tensor, lengths: list[int], kv_cache: torch.Tensor) -> None:
+def check_table(table: torch.Tensor, lengths: list[int], pages: torch.Tensor) -> None:
     """Raises: ValueError on a negative length, too few columns, or a live block outside the pool."""
-    num_blocks, block_size = kv_cache.shape[:2]
+    num_blocks, block_size = pages.shape[:2]
     rows = table.tolist()
     for i, length in enumerate(lengths):
         if length < 0:
@@ -156,4 +165,4 @@ def check_table(table: torch.Tensor, lengths: list[int], kv_cache: torch.Tensor)
             )
         for j, block in enumerate(rows[i][:needed]):
             if not 0 <= block < num_blocks:
-                raise ValueError(f"block_table[{i}, {j}]: is {block}, but kv_cache has {num_blocks} blocks")
+                raise ValueError(f"block_table[{i}, {j}]: is {block}, but the cache has {num_blocks} blocks")

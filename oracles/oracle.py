@@ -1,13 +1,15 @@
 """One claim that every right implementation of a problem satisfies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from mla_ref.backend import Backend
 from mla_ref.case import Case
+from mla_ref.problem import Problem
 from mla_ref.scan import scan
+from oracles.bounds import Admissible
 from oracles.verdict import Finding
 
 Run = Callable[[Any], Any]  # inputs -> output of the implementation on trial
@@ -17,14 +19,20 @@ Run = Callable[[Any], Any]  # inputs -> output of the implementation on trial
 class Trial:
     """What an oracle may look at.
 
-    run: calls the implementation on any inputs of its problem; the result for ``inputs`` is remembered.
+    run: calls the implementation on a private copy of any inputs of its problem; the result for ``inputs``
+        themselves is remembered.
     inputs: the case's tensors; an oracle changes copies, never these.
+    left: ``inputs`` as the implementation left them, gaps and padding of every storage included.
+    expected: what each field of the output may be, under the numerics that the backend declares.
     """
 
     run: Run
     inputs: Any
     case: Case
     backend: Backend
+    problem: Problem
+    left: Callable[[], Any]
+    expected: Callable[[], Mapping[str, Admissible]]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,134 @@
+"""The one comparator: type, shape and device first, then masks, then every element against its own bound."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from oracles.bounds import Admissible, spacing
+from oracles.verdict import Finding, Worst
+
+WORDS = {"h": "head", "n": "block", "k": "slot", "m": "column", "j": "key", "e": "element"}
+
+
+def within(name: str, got: torch.Tensor, want: Admissible, letters: str = "", inputs: Any = None) -> Finding:
+    """``got`` holds admissible values only.
+
+    NaN is where the truth is NaN and nowhere else; an infinity is where the truth is infinite, or rounds to
+    one. ``worst`` is the element with the largest error over its bound, half a spacing of the type included,
+    whether it is outside or not.
+    """
+    if reason := why_not_comparable(name, got, want.mid, want.dtype):
+        return Finding(ok=False, detail=reason)
+    if not got.numel():
+        return Finding(ok=True)
+    value, (low, high) = got.double(), want.interval()
+    inside = (low <= value) & (value <= high) & (value.isfinite() | (want.radius < torch.inf))
+    inside |= value.isnan() & want.mid.isnan()
+    error = torch.where(value == want.mid, 0.0, (value - want.mid).abs())
+    half = 0.5 * spacing(want.mid.abs() + want.radius, want.dtype)
+    bound = want.radius + half.where(half.isfinite(), 0.0)
+    ratio = torch.where(error == 0.0, 0.0, error / bound).nan_to_num(nan=math.inf)
+    ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=math.nextafter(1.0, 2.0)))
+    ratio = torch.where(value.isnan() & want.mid.isnan(), 0.0, ratio)
+    return _finding(name, got, inside, ratio, want.mid, bound, letters, inputs)
+
+
+def identical(
+    name: str, got: torch.Tensor, want: torch.Tensor, letters: str = "", inputs: Any = None
+) -> Finding:
+    """``got`` and ``want`` are the same bytes, element for element; any NaN equals any NaN."""
+    if reason := why_not_comparable(name, got, want, want.dtype):
+        return Finding(ok=False, detail=reason)
+    if not got.numel():
+        return Finding(ok=True)
+    same = _bits(got) == _bits(want)
+    if got.is_floating_point():
+        same |= got.isnan() & want.isnan()
+    if bool(same.all()):
+        return Finding(ok=True, num_checked=got.numel())
+    ratio = torch.where(same, 0.0, torch.inf).double()
+    return _finding(name, got, same, ratio, want.double(), torch.zeros_like(ratio), letters, inputs)
+
+
+def why_not_comparable(name: str, got: object, want: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """What differs before any value is looked at, or None."""
+    if not isinstance(got, torch.Tensor):
+        return f"{name}: is {type(got).__name__}, must be a tensor"
+    if got.dtype != dtype:
+        return f"{name}: dtype is {_plain(got.dtype)}, must be {_plain(dtype)}"
+    if got.shape != want.shape:
+        return f"{name}: shape is {list(got.shape)}, must be {list(want.shape)}"
+    if got.device != want.device:
+        return f"{name}: is on {got.device}, must be on {want.device}"
+    return None
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(integer[x.dtype.itemsize])
+
+
+def _finding(
+    name: str,
+    got: torch.Tensor,
+    inside: torch.Tensor,
+    ratio: torch.Tensor,
+    want: torch.Tensor,
+    bound: torch.Tensor,
+    letters: str,
+    inputs: Any,
+) -> Finding:
+    num_bad = got.numel() - int(inside.sum())
+    flat = int(ratio.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))
+    worst = Worst(
+        tensor=name,
+        index=index,
+        got=float(got[index].double()),
+        want=float(want[index]),
+        bound=float(bound[index]),
+        ratio=float(ratio[index]),
+        place=place(letters, index, inputs, got.dtype),
+    )
+    if not num_bad:
+        return Finding(ok=True, worst=worst, num_checked=got.numel())
+    detail = (
+        f"{name}: {num_bad} of {got.numel()} elements are not what they may be; worst at {worst.place}: "
+        f"got {worst.got:.9g}, want {worst.want:.9g} ± {worst.bound:.3g} ({worst.ratio:.3g} × the bound)"
+    )
+    return Finding(ok=False, detail=detail, worst=worst, num_bad=num_bad, num_checked=got.numel())
+
+
+def place(letters: str, index: tuple[int, ...], inputs: Any, dtype: torch.dtype) -> str:
+    """An index in the problem's words: "request 1, query 0, head 3, channel 17"."""
+    if not letters and index:
+        return f"index {list(index)}"
+    at = dict(zip(letters.split(), index, strict=True))
+    words = []
+    for letter, i in at.items():
+        if letter == "t":
+            words.append(_token(i, inputs))
+        elif letter == "e" and dtype == torch.uint8:
+            words.append(f"byte {i}")
+        else:
+            words.append(f"{WORDS.get(letter, 'channel')} {i}")
+    if "n" in at and "k" in at and hasattr(inputs, "slot_mapping"):
+        slot = at["n"] * inputs.kv_cache.shape[1] + at["k"]
+        owner = (inputs.slot_mapping == slot).nonzero().flatten().tolist()
+        words.append(f"token {owner[0]}" if owner else "no token's")
+    return ", ".join(words) or "the whole"
+
+
+def _token(i: int, inputs: Any) -> str:
+    for field, word in (("cu_seqlens_q", "query"), ("cu_seqlens", "token")):
+        if hasattr(inputs, field):
+            for request, (start, stop) in enumerate(pairwise(getattr(inputs, field).tolist())):
+                if start <= i < stop:
+                    return f"request {request}, {word} {i - start}"
+    return f"token {i}"

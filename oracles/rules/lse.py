@@ -1,0 +1,20 @@
+"""The log-sum-exp of the scores.
+
+Claim: every row's lse is within its derived radius of the float64 truth; -inf exactly where it sees no key.
+Why: split and chunked attention merge by it; and it moves with the scale where the output hardly does.
+Exact or bounded: bounded by ln Σ p e^η, η the error of each score, plus the roundings of the logarithm.
+Kills: base-2 logarithms, wrong scale, lost or foreign keys, a denominator of low precision.
+"""
+
+from oracles.compare import within
+from oracles.oracle import Oracle, Trial
+from oracles.verdict import Finding
+
+
+def check(trial: Trial) -> Finding:
+    """Judge ``lse``."""
+    shapes, expected = trial.problem.output_shapes, trial.expected()["lse"]
+    return within("lse", trial.run(trial.inputs).lse, expected, shapes["lse"], trial.inputs)
+
+
+ORACLE = Oracle(name="lse", check=check, problems=("latent_attention", "attention"), kills=())

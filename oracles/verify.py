@@ -1,0 +1,211 @@
+"""Judging: every claim about every variant of a backend, on one case."""
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mla_ref.backend import Backend, backends_in
+from mla_ref.case import Case
+from mla_ref.numerics import Numerics
+from mla_ref.problem import Problem, problem
+from oracles.bounds import ADMISSIBLE, Admissible
+from oracles.compare import why_not_comparable
+from oracles.oracle import Oracle, Trial, rules
+from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict
+
+# Where backends live; reached by name, so that the judge imports none of them.
+BACKEND_PACKAGES = ("mla_ref", "mla_fast")
+
+# The variant that is the backend's own function.
+DEFAULT = "default"
+
+
+def backends() -> dict[str, Backend]:
+    """Every backend of the house by name."""
+    return {name: backend for package in BACKEND_PACKAGES for name, backend in backends_in(package).items()}
+
+
+def find_backend(spec: str) -> Backend:
+    """A backend by name ("mla_fast.triton_decode"), or a stranger's as "module:ATTRIBUTE".
+
+    A name is a module that defines BACKEND.
+    Raises: ValueError in one line: no such module, no such attribute, or no Backend.
+    """
+    module, _, attribute = spec.partition(":")
+    attribute = attribute or "BACKEND"
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"backend {spec!r}: cannot import {module!r}: {_line(error)}") from None
+    if found is None:
+        raise ValueError(f"backend {spec!r}: {module} has no {attribute}")
+    if not isinstance(found, Backend):
+        raise ValueError(f"backend {spec!r}: {attribute} is {type(found).__name__}, not a Backend")
+    return found
+
+
+def oracles_for(contract: Problem, names: Iterable[str] | None = None) -> list[Oracle]:
+    """The oracles that judge a problem; only those named, where names are given.
+
+    Raises: ValueError that names an unknown oracle, or one that does not judge this problem.
+    """
+    judging = {name: o for name, o in rules().items() if not o.problems or contract.name in o.problems}
+    if names is None:
+        return list(judging.values())
+    for name in (wanted := list(names)):
+        if name not in judging:
+            raise ValueError(
+                f"oracle {name!r} does not judge {contract.name}; these do: {', '.join(judging)}"
+            )
+    return [judging[name] for name in wanted]
+
+
+def judge(
+    backend: Backend, case: Case, *, device: str = "cpu", oracles: Iterable[str] | None = None
+) -> list[Verdict]:
+    """One verdict for each variant and oracle; whatever did not run says so, and why.
+
+    Raises: ValueError if the case is of another problem, or an oracle does not judge it. Nothing that the
+    backend does raises: an exception of its own becomes an "error" verdict.
+    """
+    if case.problem != backend.problem:
+        raise ValueError(f"{backend.name}: implements {backend.problem}, but the case is of {case.problem}")
+    contract = problem(case.problem)
+    wanted = oracles_for(contract, oracles)
+    variants = {DEFAULT: backend.fn, **backend.variants}
+    status, reason = UNAVAILABLE, backend.requires(torch.device(device).type)
+    if reason is None:
+        status, reason = UNSUPPORTED, backend.supports(case)
+    if reason is not None:
+        return [_verdict(status, backend, v, o, case, device, reason) for v in variants for o in wanted]
+    return [
+        verdict
+        for name, fn in variants.items()
+        for verdict in _judge_variant(backend, name, fn, contract, case, device, wanted)
+    ]
+
+
+def _judge_variant(
+    backend: Backend,
+    variant: str,
+    fn: Callable[..., Any],
+    contract: Problem,
+    case: Case,
+    device: str,
+    wanted: list[Oracle],
+) -> list[Verdict]:
+    inputs = _inputs(case, device)
+    runs: list[tuple[Any, Any]] = []
+
+    def run(given: Any) -> Any:
+        if given is inputs and runs:
+            return runs[0][0]
+        private = private_copy(given)
+        output = fn(*private)
+        if given is inputs:
+            runs.append((output, private))
+        return output
+
+    def left() -> Any:
+        run(inputs)
+        return runs[0][1]
+
+    trial = Trial(
+        run=run,
+        inputs=inputs,
+        case=case,
+        backend=backend,
+        problem=contract,
+        left=left,
+        expected=lambda: _expected(case, device, backend.numerics),
+    )
+    return [_check(trial, oracle, variant, device) for oracle in wanted]
+
+
+def _check(trial: Trial, oracle: Oracle, variant: str, device: str) -> Verdict:
+    start = time.perf_counter()
+    try:
+        output = trial.run(trial.inputs)
+        if reason := why_malformed(trial, output):
+            finding = Finding(ok=False, detail=reason)
+        else:
+            finding = oracle.check(trial)
+        status = PASS if finding.ok else FAIL
+    except Exception as error:
+        status, finding = ERROR, Finding(ok=False, detail=f"{type(error).__name__}: {_line(error)}")
+    seconds = time.perf_counter() - start
+    return _verdict(
+        status, trial.backend, variant, oracle, trial.case, device, finding.detail, finding, seconds
+    )
+
+
+def _verdict(
+    status: str,
+    backend: Backend,
+    variant: str,
+    oracle: Oracle,
+    case: Case,
+    device: str,
+    detail: str,
+    finding: Finding | None = None,
+    seconds: float = 0.0,
+) -> Verdict:
+    finding = finding or Finding(ok=False)
+    return Verdict(
+        status=status,
+        backend=backend.name,
+        variant=variant,
+        oracle=oracle.name,
+        case=case,
+        device=device,
+        detail=detail,
+        worst=finding.worst,
+        num_bad=finding.num_bad,
+        num_checked=finding.num_checked,
+        seconds=seconds,
+    )
+
+
+def why_malformed(trial: Trial, output: Any) -> str | None:
+    """What makes an output none of its problem's, before any value is looked at, or None."""
+    fields = tuple(trial.problem.output_shapes)
+    if not isinstance(output, tuple) or len(output) != len(fields):
+        what = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
+        return f"output: is {what}, must be ({', '.join(fields)})"
+    expected = trial.expected()
+    for name, tensor in zip(fields, output, strict=True):
+        if reason := why_not_comparable(name, tensor, expected[name].mid, expected[name].dtype):
+            return reason
+    return None
+
+
+def private_copy(inputs: Any) -> Any:
+    """The same inputs in memory of their own: strides, offsets and every byte between elements included."""
+    return type(inputs)(*(_clone(x) if isinstance(x, torch.Tensor) else x for x in inputs))
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    whole = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    storage = whole.clone().untyped_storage()
+    empty = torch.tensor([], dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).splitlines() or [""])[0]
+
+
+@lru_cache(maxsize=1)
+def _inputs(case: Case, device: str) -> Any:
+    """A case's tensors. Implementations only ever see copies, so every variant and backend may share them."""
+    return problem(case.problem).materialize(case, torch.device(device))
+
+
+@lru_cache(maxsize=4)
+def _expected(case: Case, device: str, numerics: Numerics) -> Mapping[str, Admissible]:
+    return ADMISSIBLE[case.problem](_inputs(case, device), numerics)

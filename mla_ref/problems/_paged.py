@@ -1,5 +1,6 @@
 """What the problems over a paged latent cache share: checks, and caches made from cases."""
 
+import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -114,6 +115,12 @@ def check_cache(kv_cache: torch.Tensor, fmt: CacheFormat, c: int, r: int) -> Non
         raise ValueError(f"kv_cache: e={kv_cache.shape[2]}, but {fmt.name} stores c={c}, r={r} in {width}")
 
 
+def check_scale(fmt: CacheFormat, kv_scale: torch.Tensor) -> None:
+    """Raises: ValueError on a per-tensor scale that no writer can divide by."""
+    if fmt.per_tensor_scale and not 0.0 < float(kv_scale) < math.inf:
+        raise ValueError(f"kv_scale: is {float(kv_scale)}, must be finite and positive for {fmt.name}")
+
+
 def check_paged(inputs: Any, *queries: str) -> None:
     """Types and devices of the queries named, of the cache, and of the tables."""
     first = getattr(inputs, queries[0])
@@ -163,6 +170,11 @@ def check_table(table: torch.Tensor, lengths: list[int], pages: torch.Tensor) ->
             raise ValueError(
                 f"block_table: has {len(rows[i])} columns, but cache_seqlens[{i}]={length} needs {needed}"
             )
-        for j, block in enumerate(rows[i][:needed]):
-            if not 0 <= block < num_blocks:
-                raise ValueError(f"block_table[{i}, {j}]: is {block}, but the cache has {num_blocks} blocks")
+        check_blocks(rows[i], i, range(needed), num_blocks)
+
+
+def check_blocks(row: list[int], i: int, columns: range, num_blocks: int) -> None:
+    """Raises: ValueError if one of the ``columns`` of row i of the block table is outside the pool."""
+    for j in columns:
+        if not 0 <= row[j] < num_blocks:
+            raise ValueError(f"block_table[{i}, {j}]: is {row[j]}, but the cache has {num_blocks} blocks")

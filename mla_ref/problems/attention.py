@@ -8,7 +8,14 @@ import torch
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
 from mla_ref.problem import AttentionOutput, Problem, bind_shapes
-from mla_ref.problems._paged import check_cache, check_lengths, check_paged, paged, raw_values
+from mla_ref.problems._paged import (
+    check_cache,
+    check_lengths,
+    check_paged,
+    check_scale,
+    paged,
+    raw_values,
+)
 from mla_ref.values import bell
 
 
@@ -65,8 +72,9 @@ def check(inputs: AttentionInputs) -> None:
 
 
 def check_values(inputs: AttentionInputs) -> None:
-    """Raises: ValueError on lengths, offsets or live block ids out of range."""
+    """Raises: ValueError on lengths, offsets, live block ids or a scale out of range."""
     check_lengths(inputs, inputs.q_nope.shape[0])
+    check_scale(inputs.cache_format, inputs.kv_scale)
 
 
 def materialize(case: Case, device: torch.device) -> AttentionInputs:

@@ -75,6 +75,13 @@ def poisoned_pool(num_bytes: int, device: torch.device | str = "cpu") -> torch.T
     return torch.full((num_bytes,), POISON_BYTE, dtype=torch.uint8, device=device)
 
 
+def poison(num_entries: int, kv_cache: torch.Tensor) -> torch.Tensor:
+    """Entries [num_entries e] as memory looks that nobody wrote."""
+    width = kv_cache.shape[2] * kv_cache.element_size()
+    raw = torch.full((num_entries, width), POISON_BYTE, dtype=torch.uint8, device=kv_cache.device)
+    return raw.view(kv_cache.dtype)
+
+
 def allocate(
     layout: CacheLayout,
     *,

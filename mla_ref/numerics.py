@@ -19,6 +19,7 @@ class Numerics:
     kv: type that dequantised keys and values are rounded to before they are multiplied.
     operand: type that a stage's materialised result is rounded to: the absorbed query and the latent
         output (``form="absorbed"``), or the expanded keys and values (``form="expanded"``).
+    stage: type that a whole layer rounds to between its steps: projections, norms, rotations, attention.
     form: "latent" (no projections), "absorbed" or "expanded".
     p: type of the softmax weights in the product with the values.
     shared_p: whether every channel of a row multiplies the same rounded weights; False where warpgroups round
@@ -38,6 +39,7 @@ class Numerics:
     accumulate: str = "compute"
     kv: str = EXACT
     operand: str = EXACT
+    stage: str = EXACT
     form: str = "latent"
     p: str = EXACT
     shared_p: bool = True

@@ -104,7 +104,7 @@ def materialize(case: Case, device: torch.device) -> PagedAttentionInputs:
     raw = raw_values(case, p, g * (p + v))
     sign = signs(seed, "kv_head", g, r)
     q_pe = raw.q_pe * sign.repeat_interleave(config.num_heads // g, dim=0)
-    nope, value = raw.kv_c.reshape(-1, g, p + v).split([p, v], dim=-1)
+    nope, value = torch.split(raw.kv_c.reshape(-1, g, p + v), [p, v], dim=-1)
     key = torch.cat([nope, raw.k_pe[:, None] * sign], dim=-1)
     query = torch.cat([raw.q_nope, q_pe], dim=-1).to(getattr(torch, case.dtype))
     table, num_blocks = block_table(case.kv_lens, case.block_size, case.layout, seed)

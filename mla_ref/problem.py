@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from mla_ref.case import Case
+from mla_ref.formats import cache_format
 from mla_ref.scan import scan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,6 +24,13 @@ class AttentionOutput(NamedTuple):
     lse: torch.Tensor
 
 
+def why_not_stored(case: Case) -> str | None:
+    """Why the case's format cannot hold the model's latent and rope channels, or None."""
+    return cache_format(case.cache_format).why_not_dims(
+        case.config.kv_lora_rank, case.config.qk_rope_head_dim
+    )
+
+
 @dataclass(frozen=True)
 class Problem:
     """One contract.
@@ -34,6 +42,7 @@ class Problem:
     check_values: likewise for lengths, indices and offsets; reads them back to the host.
     materialize: (case, device) -> inputs. Dead memory is NaN.
     writes: the inputs that an implementation changes in place; every other one stays as it was.
+    why_not: why ``materialize`` cannot make inputs of a case, or None.
     """
 
     name: str
@@ -45,6 +54,7 @@ class Problem:
     check_values: Callable[[Any], None]
     materialize: Callable[[Case, torch.device], Any]
     writes: tuple[str, ...] = ()
+    why_not: Callable[[Case], str | None] = why_not_stored
 
 
 @functools.cache

@@ -133,15 +133,22 @@ def materialize(case: Case, device: torch.device) -> PagedAttentionInputs:
     )
 
 
+def why_not(case: Case) -> str | None:
+    """Why the case's format cannot hold keys and values, or None."""
+    fmt, widths = cache_format(case.cache_format), (case.config.qk_head_dim, case.config.v_head_dim)
+    if fmt.dtype not in CACHE_DTYPES or any(fmt.entry_width(width, 0) != width for width in widths):
+        return f"cache format {fmt.name} stores latents, not keys and values"
+    return None
+
+
 def pages(case: Case, num_blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [n k g x] and values [n k g v] of one layer in a pool whose every byte is poison.
 
     Raises: ValueError if the cache format stores anything but the channels themselves.
     """
-    fmt, config = cache_format(case.cache_format), case.config
-    widths = config.qk_head_dim, config.v_head_dim
-    if fmt.dtype not in CACHE_DTYPES or any(fmt.entry_width(width, 0) != width for width in widths):
-        raise ValueError(f"case: cache format {fmt.name} stores latents, not keys and values")
+    if reason := why_not(case):
+        raise ValueError(f"case: {reason}")
+    fmt, widths = cache_format(case.cache_format), (case.config.qk_head_dim, case.config.v_head_dim)
     sizes = {"l": NUM_LAYERS, "n": num_blocks, "k": case.block_size, "g": case.num_kv_heads}
     placement = case.layout.place(case.kv_layout, sizes, widths, fmt.dtype.itemsize)
     pool = poisoned_pool(placement.pool_bytes, device)
@@ -158,4 +165,5 @@ PROBLEM = Problem(
     check=check,
     check_values=check_values,
     materialize=materialize,
+    why_not=why_not,
 )

@@ -147,7 +147,7 @@ class View:
                     f"layout: {name} of {value} bytes is no multiple of {dtype}'s {self.itemsize}"
                 )
         low, high = self.hull
-        if low < 0 or high > pool.numel():
+        if low < high and not 0 <= low < high <= pool.numel():
             raise ValueError(f"layout: bytes {low} … {high - 1} in a pool of {pool.numel()}")
         usable = pool[: pool.numel() // self.itemsize * self.itemsize]
         strides = [stride // self.itemsize for stride in self.strides]

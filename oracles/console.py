@@ -1,0 +1,123 @@
+"""Verdicts as a person reads them: one table, and each failure with the command that repeats it."""
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+from mla_ref.case import Case
+from oracles.verdict import BROKEN, HELD, NOT_RUN, Verdict
+from oracles.verify import DEFAULT
+
+GROUPINGS: dict[str, Callable[[Verdict], str]] = {
+    "problem": lambda v: v.case.problem,
+    "preset": lambda v: f"{v.case.problem} {v.case.config.name}",
+    "format": lambda v: f"{v.case.problem} {v.case.cache_format}",
+    "oracle": lambda v: f"{v.case.problem} {v.oracle}",
+}
+
+
+def groups(verdicts: Iterable[Verdict], by: str) -> dict[tuple[str, str], list[Verdict]]:
+    """Verdicts by backend, then by a name of ``GROUPINGS``, in the order of first appearance."""
+    found: dict[tuple[str, str], list[Verdict]] = {}
+    for verdict in verdicts:
+        found.setdefault((verdict.backend, GROUPINGS[by](verdict)), []).append(verdict)
+    return found
+
+
+def summary(verdicts: Iterable[Verdict], by: str) -> Table:
+    """One line for each backend and group: claims that held, that failed, that could not be tried."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("backend", by):
+        table.add_column(name, no_wrap=True)
+    for name in ("held", "failed", "not run"):
+        table.add_column(name, justify="right")
+    table.add_column("worst error / bound", no_wrap=True)
+    for (backend, group), members in groups(verdicts, by).items():
+        held, broken, not_run = (sum(v.status in kind for v in members) for kind in (HELD, BROKEN, NOT_RUN))
+        style = "red" if broken else "green" if held else "dim"
+        counts = (Text(str(n), style=style if n else "dim") for n in (held, broken, not_run))
+        table.add_row(backend, group, *counts, _worst(members))
+    return table
+
+
+def _worst(verdicts: Iterable[Verdict]) -> str:
+    found = [(v.worst.ratio, v.oracle) for v in verdicts if v.worst is not None]
+    if not found:
+        return "-"
+    ratio, oracle = max(found)
+    return f"{ratio:.3f} {oracle}"
+
+
+def reasons(verdicts: Iterable[Verdict]) -> list[str]:
+    """Why backends were not tried, one line for each backend and reason."""
+    counts = Counter((v.backend, v.status, v.detail) for v in verdicts if v.status in NOT_RUN)
+    return [f"{backend}: {status}, {detail} ({n})" for (backend, status, detail), n in counts.items()]
+
+
+def label(case: Case) -> str:
+    """A case in one short line; its JSON is the whole of it."""
+    dims = f"{case.config.name} h={case.config.num_heads}"
+    lengths = f"q={_lengths(case.q_lens)} kv={_lengths(case.kv_lens)}"
+    return (
+        f"{case.problem} {dims} {lengths} {case.dtype} {case.cache_format} "
+        f"block={case.block_size} {case.regime} seed={case.seed}"
+    )
+
+
+def _lengths(lengths: tuple[int, ...]) -> str:
+    return ",".join(str(n) for n in lengths)
+
+
+def one_line(verdict: Verdict) -> str:
+    """Status, claim, and how near to its bound the worst element came, or why there is none."""
+    claim = f"{verdict.status:11s} {verdict.variant} {verdict.oracle}"
+    if verdict.status in HELD and verdict.worst is not None:
+        return f"{claim}: worst error is {verdict.worst.ratio:.3f} of its bound, {verdict.worst.place}"
+    return f"{claim}: {verdict.detail}" if verdict.detail else claim
+
+
+def describe(verdict: Verdict) -> list[str]:
+    """What was claimed, where it broke, and how to see it again: three or four lines."""
+    lines = [
+        f"{verdict.status.upper()} {verdict.backend} {verdict.variant} {verdict.oracle}",
+        f"  case  {label(verdict.case)}",
+    ]
+    if verdict.worst is not None:
+        worst = verdict.worst
+        lines.append(
+            f"  where {worst.tensor}{list(worst.index)} ({worst.place}): got {worst.got:.9g}, want "
+            f"{worst.want:.9g}, bound {worst.bound:.3g}, error / bound {worst.ratio:.3g}"
+        )
+    if verdict.detail:
+        lines.append(f"  why   {verdict.detail}")
+    lines.append(f"  again {replay_command(verdict)}")
+    return lines
+
+
+def replay_command(verdict: Verdict) -> str:
+    """The shell command that judges the same backend on the same case."""
+    words = ["mla-verify", "replay", verdict.case.to_json(), "--backend", verdict.backend]
+    if verdict.device != "cpu":
+        words += ["--device", verdict.device]
+    return shlex.join(words)
+
+
+def python_code(verdict: Verdict) -> str:
+    """The fewest lines of Python that run the same implementation on the same tensors."""
+    own = verdict.variant in ("", DEFAULT)
+    fn = "backend.fn" if own else f"backend.variants[{verdict.variant!r}]"
+    return f"""\
+import torch
+from mla_ref.case import Case
+from mla_ref.problem import problem
+from oracles.verify import find_backend
+
+case = Case.from_json({verdict.case.to_json()!r})
+backend = find_backend({verdict.backend!r})
+inputs = problem(case.problem).materialize(case, torch.device({verdict.device!r}))
+output = {fn}(*inputs)
+print(output)
+"""

@@ -1,0 +1,185 @@
+"""Which cases the conformance matrix tries: explicit rows of lengths, dealt over models and formats.
+
+A full product of presets, formats, lengths, block sizes, layouts, regimes and dtypes would be millions
+of cases. ``STAGES`` is a table instead: a row fixes lengths, heads, block size, regime, dtype and layout. The
+rows of the four stages alternate, and presets and formats are dealt over them, the table being repeated until
+
+- every preset is tried, and every format in every stage: decode, MTP, prefill, chunked prefill;
+- every row is tried, and so every length, block size, regime, dtype and layout in the table.
+
+The lengths hold 0, 1, block - 1, block, block + 1, primes, idle requests, rows that see no key, and ragged
+mixes; heads run from 1 to 128, each model sharded to as many, or to the largest divisor below.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mla_ref.case import Case
+from mla_ref.config import MLAConfig
+from mla_ref.formats import CacheFormat
+from mla_ref.layout import CacheLayout
+from mla_ref.layout_algebra import KV_ORDERS
+from mla_ref.problem import Problem
+from mla_ref.problem import problem as find_problem
+from oracles.oracle import rules
+from oracles.verify import find_backend, oracles_for
+
+# No powers of two, and unlike: a kernel that drops one, squares it or swaps the two is off by far.
+KV_SCALE, V_SCALE = 0.0173, 0.0291
+
+PACKED = CacheLayout()
+IN_ORDER = CacheLayout(shuffled=False, spare_blocks=0)
+PADDED = CacheLayout(entry_align=256)
+GAPPED = CacheLayout(block_gap=512, offset=1024)
+
+
+class Row(NamedTuple):
+    """What one line of the matrix fixes; the preset and the format are dealt to it."""
+
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    heads: int
+    block_size: int
+    regime: str = "plain"
+    dtype: str = "bfloat16"
+    layout: CacheLayout = PACKED
+
+
+STAGES: dict[str, tuple[Row, ...]] = {
+    "decode": (
+        Row((1,), (1,), 16, 64),
+        Row((1, 1, 1, 1), (63, 64, 65, 127), 16, 64, "small"),
+        Row((1, 1, 1), (0, 1, 17), 4, 16, layout=GAPPED),
+        Row((1, 1), (257, 31), 8, 32, "sink", "float16"),
+        Row((1,) * 8, (5, 13, 64, 97, 128, 129, 191, 2), 2, 64, "recency", layout=PADDED),
+        Row((1,), (1031,), 1, 128, "flat"),
+        Row((1, 1, 1), (127, 128, 129), 128, 128, "outlier"),
+        Row((1, 1, 0, 1), (33, 34, 20, 35), 4, 1, "peaky", "float32", IN_ORDER),
+        Row((1, 1), (83, 240), 4, 64, "negative", layout=GAPPED),
+    ),
+    "mtp": (
+        Row((2, 2), (2, 65), 16, 64),
+        Row((4, 3, 2), (64, 67, 129), 4, 64, "peaky"),
+        Row((3,), (3,), 8, 16, "small", "float32", GAPPED),
+        Row((4, 2), (2, 33), 2, 32, layout=IN_ORDER),
+        Row((2,) * 6, (15, 16, 17, 31, 32, 33), 4, 16, "recency", layout=PADDED),
+        Row((4,), (521,), 2, 64, "ties"),
+        Row((2, 3, 4), (0, 1, 211), 4, 64, "sink", "float16"),
+        Row((4, 1, 3, 2), (101, 7, 128, 64), 1, 1, "tiny"),
+        Row((3, 2), (129, 127), 32, 128, "tiles", layout=GAPPED),
+    ),
+    "prefill": (
+        Row((1,), (1,), 4, 64),
+        Row((65, 63), (65, 63), 4, 64, "small"),
+        Row((17,), (17,), 8, 16, "negative", "float16", GAPPED),
+        Row((31, 7, 1), (31, 7, 1), 2, 32, "recency"),
+        Row((97,), (97,), 2, 64, "outlier", layout=PADDED),
+        Row((128,), (128,), 1, 128, "flat", "float32"),
+        Row((5, 0, 3), (5, 0, 3), 16, 1, "ties", layout=IN_ORDER),
+        Row((64,), (64,), 2, 64, "huge"),
+        Row((3, 61, 2, 13), (3, 61, 2, 13), 1, 16, "tiles", "float64"),
+    ),
+    "chunked": (
+        Row((16,), (80,), 4, 64),
+        Row((64,), (192,), 2, 64, "small", layout=PADDED),
+        Row((7, 33), (71, 130), 4, 32, "peaky"),
+        Row((1, 1, 37), (200, 65, 101), 2, 64, "sink"),
+        Row((15, 16, 17), (31, 32, 33), 8, 16, "tiny", "float16", GAPPED),
+        Row((1, 5, 0, 2), (300, 5, 64, 3), 1, 128, "recency"),
+        Row((9, 2), (4, 67), 4, 1, "ties", "float32", IN_ORDER),
+        Row((23,), (150,), 16, 64, "outlier"),
+        Row((5, 29), (5, 307), 1, 128, "flat", "float64"),
+    ),
+}
+
+# The stages alternate, so that any prefix of the table has some of each.
+ROWS = tuple(row for rows in zip(*STAGES.values(), strict=True) for row in rows)
+
+
+def matrix(
+    contract: Problem, configs: Sequence[MLAConfig], formats: Sequence[CacheFormat], seed: int = 0
+) -> list[Case]:
+    """The cases of one problem, in a fixed order; none if it cannot be made of these."""
+    stages = len(STAGES)
+    rounds = max(len(ROWS) // stages, len(formats), -(-len(configs) // stages))
+    cases = []
+    for i in range(rounds * stages):
+        turn, stage = divmod(i, stages)
+        # Four models at a time, moved on by one stage from one turn to the next.
+        config = configs[(turn * stages + (stage + turn) % stages) % len(configs)]
+        dealt = (
+            _case(i, contract.name, config, formats[(turn + k) % len(formats)], seed)
+            for k in range(len(formats))
+        )
+        case = next((case for case in dealt if contract.why_not(case) is None), None)
+        if case is not None:
+            cases.append(case)
+    return cases
+
+
+def _case(i: int, problem: str, config: MLAConfig, fmt: CacheFormat, seed: int) -> Case:
+    row = ROWS[i % len(ROWS)]
+    heads = max(n for n in range(1, row.heads + 1) if config.num_heads % n == 0)
+    return Case(
+        problem=problem,
+        config=config.shard(config.num_heads // heads),
+        q_lens=row.q_lens,
+        kv_lens=row.kv_lens,
+        dtype=row.dtype,
+        cache_format=fmt.name,
+        block_size=row.block_size,
+        layout=row.layout,
+        regime=row.regime,
+        kv_scale=KV_SCALE if fmt.per_tensor_scale else 1.0,
+        seed=seed + i,
+        num_kv_heads=(1, heads, math.gcd(heads, 2))[i % 3],
+        v_scale=V_SCALE if fmt.per_tensor_scale else 1.0,
+        kv_layout=tuple(KV_ORDERS.values())[i % len(KV_ORDERS)],
+    )
+
+
+class Job(NamedTuple):
+    """One case, the backends that are tried on it, and the oracles that judge them, all by name."""
+
+    case: Case
+    specs: tuple[str, ...]
+    oracles: tuple[str, ...]
+    device: str
+
+
+def jobs_of(
+    *,
+    specs: Sequence[str],
+    problems: Sequence[Problem],
+    configs: Sequence[MLAConfig],
+    formats: Sequence[CacheFormat],
+    oracles: Sequence[str] | None,
+    device: str,
+    seed: int,
+) -> list[Job]:
+    """The matrix of each problem, for those of the backends that implement it.
+
+    Raises: ValueError on a backend or an oracle that cannot be found.
+    """
+    for name in oracles or ():
+        if name not in rules():
+            raise ValueError(f"oracle {name!r} is not one of {', '.join(rules())}")
+    implemented = {spec: find_backend(spec).problem for spec in specs}
+    jobs = []
+    for contract in problems:
+        able = tuple(spec for spec, name in implemented.items() if name == contract.name)
+        claims = tuple(o.name for o in oracles_for(contract) if oracles is None or o.name in oracles)
+        if able and claims:
+            cases = matrix(contract, configs, formats, seed)
+            jobs += [Job(case, able, claims, device) for case in cases]
+    return jobs
+
+
+def job_of(case: Case, spec: str, oracles: Sequence[str] | None, device: str) -> Job:
+    """One backend on one case. Raises: ValueError where they do not fit each other, or cannot be found."""
+    backend = find_backend(spec)
+    if backend.problem != case.problem:
+        raise ValueError(f"backend {spec!r} implements {backend.problem}, but the case is of {case.problem}")
+    claims = tuple(o.name for o in oracles_for(find_problem(case.problem), oracles))
+    return Job(case, (spec,), claims, device)

@@ -1,0 +1,86 @@
+"""Judging in worker processes: the same verdicts in the same order, and a crash that is a verdict."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from multiprocessing import get_context
+
+import torch
+
+from oracles.matrix import Job
+from oracles.verdict import CRASH, Verdict
+from oracles.verify import find_backend, judge
+
+
+def judge_job(job: Job) -> list[Verdict]:
+    """Every verdict of one job, backend by backend, under the names by which they were asked for."""
+    return [
+        replace(verdict, backend=spec)
+        for spec in job.specs
+        for verdict in judge(find_backend(spec), job.case, device=job.device, oracles=job.oracles)
+    ]
+
+
+def judge_all(
+    jobs: Sequence[Job], workers: int, finished: Callable[[], object] = lambda: None
+) -> Iterator[list[Verdict]]:
+    """The verdicts of each job, in the order of ``jobs`` whatever the order in which they end.
+
+    workers: processes; 1 judges in this one, where an implementation that dies takes the judge along.
+    finished: called once for each job as it ends.
+    """
+    if workers == 1:
+        for job in jobs:
+            yield judge_job(job)
+            finished()
+        return
+    with _executor(workers) as executor:
+        futures = [executor.submit(judge_job, job) for job in jobs]
+        for future in futures:
+            future.add_done_callback(lambda _: finished())
+        for job, future in zip(jobs, futures, strict=True):
+            yield _result(job, future)
+
+
+def _result(job: Job, future: Future[list[Verdict]]) -> list[Verdict]:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        # A dead worker takes down every job of its pool: each is tried again, backend by backend, alone.
+        return [verdict for spec in job.specs for verdict in _alone(job, spec)]
+
+
+def _alone(job: Job, spec: str) -> list[Verdict]:
+    with _executor(1) as executor:
+        try:
+            return executor.submit(judge_job, job._replace(specs=(spec,))).result()
+        except BrokenProcessPool:
+            verdict = Verdict(
+                status=CRASH,
+                backend=spec,
+                variant="",
+                oracle="",
+                case=job.case,
+                device=job.device,
+                detail="the process that ran it died",
+            )
+            return [verdict]
+
+
+def _executor(workers: int) -> ProcessPoolExecutor:
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    return ProcessPoolExecutor(
+        workers,
+        mp_context=get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(list(sys.path), threads),
+    )
+
+
+def _start_worker(path: list[str], threads: int) -> None:
+    """Give a worker its parent's import path, which holds the working directory for strangers' modules."""
+    sys.path[:] = path
+    torch.set_num_threads(threads)

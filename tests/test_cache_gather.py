@@ -62,9 +62,9 @@ def test_the_last_slot_of_a_block_and_the_first_of_the_next() -> None:
 
 
 def test_a_scaled_token_is_rounded_to_float32_first() -> None:
-    # Code 39 is 1.125; times 14971336 · 2⁻²⁴ it is 257/256 + 2⁻²⁴, exact in float64. float32 steps by 2⁻²³
-    # and ties to 257/256, which is halfway between two bf16 numbers and ties to 1. Without the stop in float32
-    # the result would be the upper one, 1 + 2⁻⁷.
+    # Code 39 is 1.125; times 14971336 · 2⁻²⁴ it is 257/256 + 2⁻²⁴, exact in float64. In float32, whose steps
+    # are 2⁻²³ here, that ties to 257/256, which is halfway between two bf16 numbers and ties to 1. Without a
+    # stop in float32 the result would be the upper one, 1 + 2⁻⁷.
     scale = torch.tensor(14971336 * 2.0**-24)
     want = {torch.float64: 257 / 256 + 2.0**-24, torch.float32: 257 / 256, torch.bfloat16: 1.0}
     for dtype, value in want.items():

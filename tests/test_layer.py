@@ -18,7 +18,7 @@ from mla_ref.problems.layer import PROBLEM, LayerInputs, materialize, weight_sha
 from mla_ref.rope import rotate
 
 # Every dimension differs, so that no broadcast hides a swap.
-DIMS = {"hidden_size": 40, "kv_lora_rank": 26, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_heads": 3}
+DIMS = {"hidden_size": 42, "kv_lora_rank": 26, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_heads": 3}
 
 
 def small(name: str, **changes: object) -> MLAConfig:
@@ -192,8 +192,8 @@ def test_a_token_that_sees_no_key_gives_the_bias(config, seed):
     inputs = inputs_of(config, seed, q_lens=(4,), kv_lens=(1,))
     assert inputs.slot_mapping[:3].tolist() == [-3, -2, -1]
     out = BACKEND.fn(*inputs).out[:3]
-    want = inputs.weights["o_proj.bias"] if config.attention_bias else torch.zeros(40)
-    assert torch.equal(out, want.expand(3, 40))
+    want = inputs.weights["o_proj.bias"] if config.attention_bias else torch.zeros(42)
+    assert torch.equal(out, want.expand(3, 42))
 
 
 def test_the_attention_given_is_the_one_that_runs(seed):
@@ -209,7 +209,7 @@ def test_the_attention_given_is_the_one_that_runs(seed):
     module.load_state_dict(inputs.weights)
     for layer in (layer_around(recorded), lambda *args: module.layer(*args)):
         out = layer(*inputs).out
-        assert torch.equal(out, inputs.weights["o_proj.bias"].expand(11, 40))
+        assert torch.equal(out, inputs.weights["o_proj.bias"].expand(11, 42))
     assert len(calls) == 2
     assert calls[0][9] == BIASED.softmax_scale
     assert calls[0][2] is inputs.kv_cache
@@ -278,8 +278,8 @@ def changed(**weights: torch.Tensor | None):
     ("change", "message"),
     [
         (
-            lambda i: i._replace(hidden_states=torch.zeros(11, 41)),
-            "hidden_states: d=41, but deepseek-v3 has 40",
+            lambda i: i._replace(hidden_states=torch.zeros(11, 43)),
+            "hidden_states: d=43, but deepseek-v3 has 42",
         ),
         (lambda i: i._replace(positions=i.positions.int()), "positions: dtype is int32, must be int64"),
         (lambda i: i._replace(positions=i.positions - 5), r"positions\[3\]: is -5, must not be negative"),
@@ -295,11 +295,11 @@ def changed(**weights: torch.Tensor | None):
             "kv_cache: dtype is float32, must be bfloat16",
         ),
         (changed(o_proj=None), "weights: o_proj.weight is missing; deepseek-v3 has q_a_proj.weight, "),
-        (changed(q_proj=torch.zeros(72, 40)), "weights: q_proj.weight is unknown; deepseek-v3 has"),
-        (changed(o_proj=torch.zeros(36, 40)), r"o_proj.weight: shape is \[36, 40\], must be \[40, 36\]"),
-        (changed(o_proj=torch.zeros(40, 36).half()), "o_proj.weight: dtype is float16, must be float32"),
+        (changed(q_proj=torch.zeros(72, 42)), "weights: q_proj.weight is unknown; deepseek-v3 has"),
+        (changed(o_proj=torch.zeros(36, 42)), r"o_proj.weight: shape is \[36, 42\], must be \[42, 36\]"),
+        (changed(o_proj=torch.zeros(42, 36).half()), "o_proj.weight: dtype is float16, must be float32"),
         (
-            changed(o_proj=torch.zeros(40, 36, device="meta")),
+            changed(o_proj=torch.zeros(42, 36, device="meta")),
             "o_proj.weight: on meta, but hidden_states is on cpu",
         ),
     ],

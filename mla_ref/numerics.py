@@ -20,6 +20,7 @@ class Numerics:
     operand: type that a stage's materialised result is rounded to: the absorbed query and the latent
         output (``form="absorbed"``), or the expanded keys and values (``form="expanded"``).
     stage: type that a whole layer rounds to between its steps: projections, norms, rotations, attention.
+    angle: type of rotary frequencies and of their product with the position. table: of cosines and sines.
     form: "latent" (no projections), "absorbed" or "expanded".
     p: type of the softmax weights in the product with the values.
     shared_p: whether every channel of a row multiplies the same rounded weights; False where warpgroups round
@@ -40,6 +41,8 @@ class Numerics:
     kv: str = EXACT
     operand: str = EXACT
     stage: str = EXACT
+    angle: str = FLOAT64
+    table: str = EXACT
     form: str = "latent"
     p: str = EXACT
     shared_p: bool = True

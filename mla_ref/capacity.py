@@ -1,7 +1,7 @@
-"""How many blocks fit, what a rank's cache takes, and what padding costs.
+"""How many blocks fit, what padding costs, and what chunked prefill needs beside the cache.
 
 ``CacheSpec.placements`` is the only source of bytes: the planner divides a budget by what it says, the
-allocator takes what it says.
+allocator takes what it says. Every count is of one tensor-parallel rank.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from mla_ref.chunk_plan import workspace_rows
 from mla_ref.config import MLAConfig
 from mla_ref.formats import CacheFormat
 from mla_ref.layout import CacheLayout, poisoned_pool
@@ -89,6 +90,139 @@ def latent_spec(
         dtype=cache_format.dtype,
         block_size=block_size,
         layout=layout,
+    )
+
+
+# What is alive while chunked prefill attends to one workspace of context, by what its kernel is given.
+#   profile: what vLLM's profile run sees, which is what the cache is sized beside.
+#   direct:  the kernel reads keys and values where the up-projection wrote them, and the shared rope rows.
+#   joined:  each head's nope and rope channels are first concatenated into keys.
+#   padded:  and its values padded to the width of the keys, for kernels with one width.
+PREFILLS: dict[str, tuple[str, ...]] = {
+    "profile": ("workspace", "kv_b output", "hidden states"),
+    "direct": ("workspace", "kv_b output", "queries", "partial results"),
+    "joined": ("workspace", "kv_b output", "joined keys", "queries", "partial results"),
+    "padded": ("workspace", "kv_b output", "joined keys", "padded values", "queries", "partial results"),
+}
+
+
+def prefill_parts(config: MLAConfig, rows: int, tokens: int, itemsize: int, prefill: str) -> dict[str, int]:
+    """Bytes of each part of ``PREFILLS[prefill]``: ``rows`` of context against ``tokens`` new ones.
+
+    config: the rank's shard. itemsize: of activations. Partial results are the running state and the chunk's:
+    out in the activations' type, and its lse in float32.
+    """
+    h, p, r, v = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    width = max(p + r, v) if prefill == "padded" else v
+    parts = {
+        "workspace": rows * (config.kv_lora_rank + r) * itemsize,
+        "kv_b output": rows * h * (p + v) * itemsize,
+        "joined keys": rows * h * (p + r) * itemsize,
+        "padded values": rows * h * width * itemsize,
+        "queries": tokens * h * (p + r) * itemsize,
+        "partial results": tokens * h * ((v + width) * itemsize + 2 * 4),
+        "hidden states": tokens * config.hidden_size * itemsize,
+    }
+    if prefill not in PREFILLS:
+        raise ValueError(f"prefill {prefill!r} is not one of {', '.join(PREFILLS)}")
+    return {name: parts[name] for name in PREFILLS[prefill]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a GPU leaves for the cache: total · utilization, less weights, other allocations and prefill."""
+
+    total: int
+    utilization: Fraction
+    weights: int
+    other: int
+
+    def budget(self, peak: int) -> int:
+        """Bytes for the cache beside an activation peak. Raises: ValueError if nothing is left."""
+        left = int(self.total * self.utilization) - self.weights - self.other - peak
+        if left <= 0:
+            raise ValueError(
+                f"budget: {self.total} · {float(self.utilization)} less {self.weights} for weights, "
+                f"{self.other} for others and {peak} for prefill is {left}, must be positive"
+            )
+        return left
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is planned for: a model on one of ``tp`` ranks, its cache, and the memory that it may take.
+
+    budget: bytes for the cache, or the device that it shares. host_budget: bytes for blocks swapped out.
+    workspace_cap: the most rows of context that prefill expands at once. prefill: a name from ``PREFILLS``.
+    step_tokens: new tokens of one step. itemsize: bytes of an activation.
+    """
+
+    config: MLAConfig
+    tp: int
+    cache_format: CacheFormat
+    layout: CacheLayout
+    block_size: int
+    budget: int | Device
+    host_budget: int
+    max_model_len: int
+    max_num_seqs: int
+    workspace_cap: int
+    prefill: str
+    step_tokens: int
+    itemsize: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What fits, and what it costs, in bytes, blocks and tokens. ``prefill`` is by part."""
+
+    entry_bytes: int
+    token_bytes: int
+    block_bytes: int
+    budget: int
+    num_blocks: int
+    num_host_blocks: int
+    num_tokens: int
+    concurrency: float
+    pool_bytes: int
+    padding_bytes: int
+    unused_bytes: int
+    workspace_rows: int
+    prefill: dict[str, int]
+    prefill_bytes: int
+
+
+def plan(setting: Setting) -> Plan:
+    """What ``setting`` comes to.
+
+    Raises: ValueError if heads do not divide over the ranks, or the workspace or the budget is too small.
+    """
+    shard = setting.config.shard(setting.tp)
+    cache = latent_spec(shard, setting.cache_format, setting.block_size, setting.layout)
+    rows = workspace_rows(
+        setting.max_model_len, setting.max_num_seqs, setting.block_size, setting.workspace_cap
+    )
+    parts = prefill_parts(shard, rows, setting.step_tokens, setting.itemsize, setting.prefill)
+    peak = sum(parts.values())
+    budget = setting.budget.budget(peak) if isinstance(setting.budget, Device) else setting.budget
+    num_blocks = cache.num_blocks(budget)
+    num_tokens = num_blocks * setting.block_size
+    pool_bytes = cache.pool_bytes(num_blocks)
+    return Plan(
+        entry_bytes=cache.token_bytes // cache.num_layers,
+        token_bytes=cache.token_bytes,
+        block_bytes=cache.block_bytes,
+        budget=budget,
+        num_blocks=num_blocks,
+        num_host_blocks=cache.num_blocks(setting.host_budget),
+        num_tokens=num_tokens,
+        concurrency=num_tokens / setting.max_model_len,
+        pool_bytes=pool_bytes,
+        padding_bytes=pool_bytes - num_tokens * cache.token_bytes,
+        unused_bytes=budget - pool_bytes,
+        workspace_rows=rows,
+        prefill=parts,
+        prefill_bytes=peak,
     )
 
 

@@ -10,13 +10,19 @@ from hypothesis import given, settings
 
 from mla_ref.capacity import (
     GIB,
+    PREFILLS,
     CacheSpec,
+    Device,
     Interval,
+    Setting,
     budgets,
     common_budgets,
     latent_spec,
+    plan,
+    prefill_parts,
     printed,
 )
+from mla_ref.chunk_plan import CAP, EARLIER_CAP, workspace_rows
 from mla_ref.formats import cache_format, formats
 from mla_ref.layout import CacheLayout
 from mla_ref.layout_algebra import KV_ORDERS, round_up
@@ -192,6 +198,135 @@ def test_an_aligned_block_of_latents_is_one_token_of_expanded_keys_and_values():
 def test_tensor_parallelism_does_not_divide_the_latent(tp: int):
     cache = latent_spec(R1.shard(tp), cache_format("bf16"), 64, PACKED)
     assert cache.token_bytes == 61 * (512 + 64) * 2 == 70_272
+
+
+MIB = 2**20
+
+
+def setting(**changes: object) -> Setting:
+    """R1 on eight ranks, as the published pair was measured, with a budget that explains it."""
+    return replace(
+        Setting(
+            config=R1,
+            tp=8,
+            cache_format=cache_format("bf16"),
+            layout=PACKED,
+            block_size=64,
+            budget=23_685_000_000,
+            host_budget=4 * GIB,
+            max_model_len=MAX_LEN,
+            max_num_seqs=256,
+            workspace_cap=EARLIER_CAP,
+            prefill="profile",
+            step_tokens=2048,
+        ),
+        **changes,
+    )
+
+
+def test_the_published_pair_as_plans():
+    before, after = plan(setting(layout=ALIGNED)), plan(setting())
+    assert (before.num_host_blocks, after.num_host_blocks) == (859, 954)
+    assert (before.num_blocks, after.num_blocks) == (4739, 5266)
+    assert (before.num_tokens, after.num_tokens) == (303_296, 337_024)
+    assert f"{before.concurrency:.2f}x {after.concurrency:.2f}x" == "1.85x 2.06x"
+    assert before.padding_bytes == 303_296 * 61 * 128
+    assert after.padding_bytes == 0
+    for planned in (before, after):
+        assert planned.pool_bytes + planned.unused_bytes == planned.budget
+        assert 0 <= planned.unused_bytes < planned.block_bytes
+
+
+def test_the_peak_of_chunked_prefill():
+    """131,072 rows: 1.000 GiB of kv_b output, 0.1406 of workspace, one hidden state of 2048 tokens: 1.17."""
+    planned = plan(setting())
+    assert planned.workspace_rows == 131_072
+    assert planned.prefill["kv_b output"] == GIB
+    assert f"{planned.prefill['workspace'] / GIB:.4f}" == "0.1406"
+    assert printed("1.17").low <= Fraction(planned.prefill_bytes, GIB) <= printed("1.17").high
+    later = plan(setting(workspace_cap=CAP))
+    assert later.workspace_rows == 65_536
+    assert f"{later.prefill_bytes / GIB:.2f}" == "0.60"
+
+
+def test_the_memory_that_the_peak_took_from_the_cache():
+    """Printed before and after the profile run saw it: weights, other, activations, cache, of one H200."""
+    before, after = (
+        [printed(text) for text in row.split(" + ")]
+        for row in ("84.11 + 5.13 + 0.19 + 36.41", "84.11 + 5.13 + 1.17 + 35.42")
+    )
+    totals = [Interval(sum(x.low for x in row), sum(x.high for x in row)) for row in (before, after)]
+    assert totals[0].meets(totals[1])
+    taken = Interval(before[3].low - after[3].high, before[3].high - after[3].low)
+    grown = Interval(after[2].low - before[2].high, after[2].high - before[2].low)
+    assert taken.meets(grown)
+    expanded = Fraction(plan(setting()).prefill["kv_b output"], GIB)
+    assert taken.low <= expanded <= taken.high
+    assert grown.low <= expanded - Fraction(1, 50) <= grown.high
+
+
+def test_a_device_shared_with_weights_and_prefill():
+    card = Device(
+        total=int(Fraction("139.81") * GIB),
+        utilization=Fraction("0.9"),
+        weights=int(Fraction("84.11") * GIB),
+        other=int(Fraction("5.13") * GIB),
+    )
+    planned = plan(setting(budget=card))
+    assert planned.budget == card.budget(planned.prefill_bytes)
+    assert printed("35.42").scaled(GIB).meets(Interval(*[Fraction(planned.budget)] * 2))
+    with pytest.raises(ValueError, match=r"budget: \d+ · 0\.9 less \d+ for weights.* must be positive"):
+        plan(setting(budget=replace(card, weights=card.total)))
+
+
+V2_LITE = preset("deepseek-v2-lite")
+
+
+@pytest.mark.parametrize(
+    ("tp", "cap", "mebibytes"),
+    [
+        (1, EARLIER_CAP, (144, 1024, 768, 768)),
+        (2, EARLIER_CAP, (144, 512, 384, 384)),
+        (1, CAP, (72, 512, 384, 384)),
+        (2, CAP, (72, 256, 192, 192)),
+    ],
+)
+def test_v2_lite_by_part(tp: int, cap: int, mebibytes: tuple[int, ...]):
+    """16 heads and 16,384 tokens of context, whose eightfold is the earlier cap exactly."""
+    assert EARLIER_CAP == 8 * 16_384
+    rows = workspace_rows(16_384, 256, 64, cap)
+    parts = prefill_parts(V2_LITE.shard(tp), rows, 2048, 2, "padded")
+    assert tuple(parts.values())[:4] == tuple(size * MIB for size in mebibytes)
+    assert list(parts) == list(PREFILLS["padded"])
+
+
+def test_two_figures_of_one_comment_that_cannot_both_hold():
+    """144 MB of workspace is 131,072 rows, 3 GB of expanded keys and values of all 128 heads is 65,536."""
+    one_head_set = R1.shard(1)
+    by_rows = {rows: prefill_parts(one_head_set, rows, 0, 2, "padded") for rows in (CAP, EARLIER_CAP)}
+    assert by_rows[EARLIER_CAP]["workspace"] == 144 * MIB
+    assert by_rows[CAP]["workspace"] == 72 * MIB
+    assert by_rows[CAP]["joined keys"] == 3 * GIB
+    assert by_rows[EARLIER_CAP]["joined keys"] == 6 * GIB
+
+
+def test_a_format_of_fewer_bytes_holds_more_tokens():
+    plans = {
+        name: plan(setting(cache_format=cache_format(name))) for name in ("bf16", "fp8_e4m3", "fp8_ds_mla")
+    }
+    assert [plans[name].entry_bytes for name in plans] == [1152, 576, 656]
+    assert plans["fp8_e4m3"].num_tokens > plans["fp8_ds_mla"].num_tokens > plans["bf16"].num_tokens
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="num_heads=128 is not divisible by tp=3"):
+        plan(setting(tp=3))
+    with pytest.raises(
+        ValueError, match="workspace_rows: is 65536, but 2048 requests need a block of 64 rows"
+    ):
+        plan(setting(workspace_cap=CAP, max_num_seqs=2048))
+    with pytest.raises(ValueError, match="prefill 'lazy' is not one of profile, direct, joined, padded"):
+        plan(setting(prefill="lazy"))
 
 
 # Printed throughput of one run each: requests per second, tokens per request, tokens per second.

@@ -174,9 +174,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What fits, and what it costs, in bytes, blocks and tokens. ``prefill`` is by part."""
+    """What fits, and what it costs, in bytes, blocks and tokens.
+
+    entry_bytes, entry_stride: of one token in one layer, and to the next; token_bytes, block_bytes: in all.
+    prefill: bytes by part.
+    """
 
     entry_bytes: int
+    entry_stride: int
     token_bytes: int
     block_bytes: int
     budget: int
@@ -210,6 +215,7 @@ def plan(setting: Setting) -> Plan:
     pool_bytes = cache.pool_bytes(num_blocks)
     return Plan(
         entry_bytes=cache.token_bytes // cache.num_layers,
+        entry_stride=cache.placements(1)[0].views[0].stride("k"),
         token_bytes=cache.token_bytes,
         block_bytes=cache.block_bytes,
         budget=budget,

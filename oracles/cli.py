@@ -3,6 +3,7 @@
 Exit codes: 0 every claim held; 1 one failed, or a required backend did not run; 2 usage; 3 nothing ran.
 """
 
+import json
 import os
 import sys
 import time
@@ -24,7 +25,8 @@ from mla_ref.presets import PRESETS
 from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
-from oracles.console import GROUPINGS, describe, label, one_line, python_code, reasons, summary
+from oracles import plan_cli
+from oracles.console import GROUPINGS, describe, distinct, label, one_line, python_code, reasons, summary
 from oracles.junit import to_junit
 from oracles.matrix import Job, job_of, jobs_of
 from oracles.pool import judge_all, judge_job
@@ -42,6 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Hold implementations of multi-head latent attention to the truth.",
 )
+app.command(context_settings=plan_cli.CONTEXT)(plan_cli.plan)
 
 Names = list[str] | None
 Device = Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")]
@@ -145,11 +148,15 @@ def run(
     console = _console()
     console.print(summary(verdicts, by))
     _print(console, "", *reasons(verdicts))
-    broken = [verdict for verdict in verdicts if verdict.status in BROKEN]
-    for verdict in broken[:MAX_FAILURES]:
-        _print(console, "", *describe(verdict))
-    if len(broken) > MAX_FAILURES:
-        _print(console, "", f"and {len(broken) - MAX_FAILURES} more; --json FILE keeps them all")
+    kinds = distinct(verdicts)
+    for verdict, count in kinds[:MAX_FAILURES]:
+        _print(console, "", *describe(verdict), *([f"  and   {count - 1} more like it"] if count > 1 else []))
+    if len(kinds) > MAX_FAILURES:
+        _print(
+            console, "", f"and {len(kinds) - MAX_FAILURES} more kinds of failure; --json FILE keeps them all"
+        )
+    if kinds:
+        _print(console, "")
     return _close(console, verdicts, require or [], time.perf_counter() - start)
 
 
@@ -195,12 +202,21 @@ def replay(
 
 def _recipe(text: str, index: int | None, backend: str) -> tuple[Case, str]:
     """The case in ``text``, and the backend to try: the one named, or else the verdict's own."""
-    if len(text.splitlines()) == 1 and '"oracle"' not in text:
-        if not backend:
-            raise UsageError("a case names no backend: say --backend NAME")
-        return Case.from_json(text), backend
-    _, verdict = _pick(text, index)
-    return verdict.case, backend or verdict.backend
+    if not _is_case(text):
+        _, verdict = _pick(text, index)
+        return verdict.case, backend or verdict.backend
+    if not backend:
+        raise UsageError("a case names no backend: say --backend NAME")
+    return Case.from_json(text), backend
+
+
+def _is_case(text: str) -> bool:
+    """Whether ``text`` is meant as one case: a single object that holds none, as a verdict does."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        return len(text.splitlines()) == 1
+    return not (isinstance(data, dict) and "case" in data)
 
 
 def _pick(text: str, index: int | None) -> tuple[int, Verdict]:

@@ -1,14 +1,13 @@
 """Verdicts as a person reads them: one table, and each failure with the command that repeats it."""
 
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rich.table import Table
 from rich.text import Text
 
 from mla_ref.case import Case
-from oracles.verdict import BROKEN, HELD, NOT_RUN, Verdict
+from oracles.verdict import BROKEN, FAIL, HELD, NOT_RUN, Verdict
 from oracles.verify import DEFAULT
 
 GROUPINGS: dict[str, Callable[[Verdict], str]] = {
@@ -53,8 +52,14 @@ def _worst(verdicts: Iterable[Verdict]) -> str:
 
 def reasons(verdicts: Iterable[Verdict]) -> list[str]:
     """Why backends were not tried, one line for each backend and reason."""
-    counts = Counter((v.backend, v.status, v.detail) for v in verdicts if v.status in NOT_RUN)
-    return [f"{backend}: {status}, {detail} ({n})" for (backend, status, detail), n in counts.items()]
+    cases: dict[tuple[str, str, str], set[Case]] = {}
+    for v in verdicts:
+        if v.status in NOT_RUN:
+            cases.setdefault((v.backend, v.status, v.detail), set()).add(v.case)
+    return [
+        f"{backend}: {status}, {detail} ({len(of)} case{'s'[: len(of) != 1]})"
+        for (backend, status, detail), of in cases.items()
+    ]
 
 
 def label(case: Case) -> str:
@@ -77,6 +82,16 @@ def one_line(verdict: Verdict) -> str:
     if verdict.status in HELD and verdict.worst is not None:
         return f"{claim}: worst error is {verdict.worst.ratio:.3f} of its bound, {verdict.worst.place}"
     return f"{claim}: {verdict.detail}" if verdict.detail else claim
+
+
+def distinct(verdicts: Iterable[Verdict]) -> list[tuple[Verdict, int]]:
+    """The first of each kind of failure, and how many there are: one kind a claim, or an error's message."""
+    kinds: dict[tuple[str, ...], list[Verdict]] = {}
+    for v in verdicts:
+        if v.status in BROKEN:
+            kind = v.oracle if v.status == FAIL else v.detail
+            kinds.setdefault((v.backend, v.variant, v.status, kind), []).append(v)
+    return [(found[0], len(found)) for found in kinds.values()]
 
 
 def describe(verdict: Verdict) -> list[str]:

@@ -15,6 +15,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
+from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.formats import CacheFormat
@@ -165,7 +168,7 @@ def jobs_of(
     for name in oracles or ():
         if name not in rules():
             raise ValueError(f"oracle {name!r} is not one of {', '.join(rules())}")
-    implemented = {spec: find_backend(spec).problem for spec in specs}
+    implemented = {spec: _load(spec).problem for spec in specs}
     jobs = []
     for contract in problems:
         able = tuple(spec for spec, name in implemented.items() if name == contract.name)
@@ -178,8 +181,21 @@ def jobs_of(
 
 def job_of(case: Case, spec: str, oracles: Sequence[str] | None, device: str) -> Job:
     """One backend on one case. Raises: ValueError where they do not fit each other, or cannot be found."""
-    backend = find_backend(spec)
+    backend = _load(spec)
     if backend.problem != case.problem:
         raise ValueError(f"backend {spec!r} implements {backend.problem}, but the case is of {case.problem}")
-    claims = tuple(o.name for o in oracles_for(find_problem(case.problem), oracles))
+    contract = find_problem(case.problem)
+    claims = tuple(o.name for o in oracles_for(contract, oracles))
+    contract.materialize(case, torch.device("cpu"))  # whatever is wrong with a stranger's case shows here
     return Job(case, (spec,), claims, device)
+
+
+def _load(spec: str) -> Backend:
+    """The backend called ``spec``. Raises: ValueError in one line, whatever a stranger's module raises."""
+    try:
+        return find_backend(spec)
+    except ValueError:
+        raise
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"backend {spec!r}: its import raised {type(error).__name__}: {message}") from error

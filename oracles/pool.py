@@ -1,6 +1,7 @@
 """Judging in worker processes: the same verdicts in the same order, and a crash that is a verdict."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -37,20 +38,36 @@ def judge_all(
             yield judge_job(job)
             finished()
         return
+    at = 0
+    while at < len(jobs):
+        for verdicts in _pooled(jobs[at:], workers, finished):
+            yield verdicts
+            at += 1
+        if at < len(jobs):
+            # The pool died, of this job or of one beside it: find out, and go on with a new pool.
+            yield [verdict for spec in jobs[at].specs for verdict in _alone(jobs[at], spec)]
+            finished()
+            at += 1
+
+
+def _pooled(jobs: Sequence[Job], workers: int, finished: Callable[[], object]) -> Iterator[list[Verdict]]:
+    """The verdicts of each job in order, up to the first that was lost because a worker died."""
+
+    def report(future: Future[list[Verdict]]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            finished()
+
     with _executor(workers) as executor:
         futures = [executor.submit(judge_job, job) for job in jobs]
         for future in futures:
-            future.add_done_callback(lambda _: finished())
-        for job, future in zip(jobs, futures, strict=True):
-            yield _result(job, future)
-
-
-def _result(job: Job, future: Future[list[Verdict]]) -> list[Verdict]:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        # A dead worker takes down every job of its pool: each is tried again, backend by backend, alone.
-        return [verdict for spec in job.specs for verdict in _alone(job, spec)]
+            future.add_done_callback(report)
+        try:
+            for future in futures:
+                yield future.result()
+        except BrokenProcessPool:
+            return
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _alone(job: Job, spec: str) -> list[Verdict]:
@@ -82,5 +99,6 @@ def _executor(workers: int) -> ProcessPoolExecutor:
 
 def _start_worker(path: list[str], threads: int) -> None:
     """Give a worker its parent's import path, which holds the working directory for strangers' modules."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and cancels what is left
     sys.path[:] = path
     torch.set_num_threads(threads)

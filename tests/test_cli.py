@@ -1,0 +1,352 @@
+"""The command line: exit codes, what it prints and writes, and strangers' kernels."""
+
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from mla_ref.case import Case
+from mla_ref.formats import formats
+from mla_ref.presets import PRESETS
+from mla_ref.problem import problems
+from mla_ref.values import REGIMES
+from oracles.cli import main
+from oracles.matrix import STAGES, matrix
+from oracles.oracle import rules
+from oracles.verdict import Verdict
+from oracles.verify import backends
+
+SMALL = ["--preset", "a.x-k2", "--format", "bf16", "--jobs", "1"]
+
+# A stranger's kernel: one request and one query at a time, plain loops, none of the house's arithmetic.
+STRANGER = """
+import torch
+from mla_ref.backend import Backend
+from mla_ref.numerics import Numerics
+from mla_ref.problem import AttentionOutput
+
+
+def decode(ql_nope, q_pe, kv_cache, block_table, cu_seqlens_q, cache_seqlens, max_seqlen_q, softmax_scale,
+           cache_format, kv_scale):
+    out = torch.zeros_like(ql_nope)
+    lse = torch.full(ql_nope.shape[:2], -torch.inf)
+    offsets, size = cu_seqlens_q.tolist(), kv_cache.shape[1]
+    for i, length in enumerate(cache_seqlens.tolist()):
+        for t in range(offsets[i], offsets[i + 1]):
+            seen = length - (offsets[i + 1] - 1 - t){mistake}
+            entries = [kv_cache[block_table[i, j // size], j % size] for j in range(seen)]
+            if not entries:
+                continue
+            kv_c, k_pe = cache_format.decode(
+                torch.stack(entries), ql_nope.shape[2], q_pe.shape[2], kv_scale, torch.float32
+            )
+            scores = softmax_scale * (ql_nope[t].float() @ kv_c.T + q_pe[t].float() @ k_pe.T)
+            lse[t] = scores.logsumexp(-1)
+            out[t] = (scores.softmax(-1) @ kv_c).to(out.dtype)
+    return AttentionOutput(out, lse)
+
+
+def in_16_bits(case):
+    return None if case.dtype in ("bfloat16", "float16") else f"computes in float32, not {{case.dtype}}"
+
+
+KERNEL = Backend("stranger", "latent_attention", decode, Numerics(), supports=in_16_bits)
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch, request):
+    """Write modules into a working directory of the test's own; names are unique, as imports are cached."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = (f"stranger_{abs(hash(request.node.nodeid))}_{i}" for i in itertools.count())
+
+    def write(source):
+        name = next(names)
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        return name
+
+    return write
+
+
+def verdicts_of(path):
+    return [Verdict.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_list_shows_every_name(capsys):
+    assert main(["list"]) == 0
+    words = set(capsys.readouterr().out.split())
+    for scan in (problems(), backends(), formats(), PRESETS, rules(), REGIMES):
+        assert set(scan) <= words
+
+
+def test_list_says_why_a_backend_is_unavailable(capsys):
+    main(["list", "backends"])
+    out = capsys.readouterr().out
+    for backend in backends().values():
+        reason = backend.requires("cpu")
+        assert (f"unavailable on cpu: {backend.name}: {reason}" in out) == (reason is not None)
+
+
+def test_one_table_alone(capsys):
+    assert main(["list", "regimes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["regime", "values"]
+    assert [line.split()[0] for line in lines[1:] if line] == list(REGIMES)
+
+
+def test_without_arguments_the_commands_are_listed(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(
+        re.search(rf"^  {command}  ", out, re.MULTILINE) for command in ("list", "run", "show", "replay")
+    )
+
+
+def test_a_right_backend_holds(tmp_path, capsys):
+    path = tmp_path / "verdicts.jsonl"
+    assert main(["run", "--backend", "mla_ref.naive", *SMALL, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    verdicts = verdicts_of(path)
+    cases = matrix(problems()["attention"], [PRESETS["a.x-k2"]], [formats()["bf16"]])
+    claims = [name for name, rule in rules().items() if not rule.problems or "attention" in rule.problems]
+    assert [(v.case, v.oracle) for v in verdicts] == list(itertools.product(cases, claims))
+    assert {v.status for v in verdicts} == {"pass"}
+    assert re.search(rf"^mla_ref\.naive +attention +{len(verdicts)} +0 +0 +0\.\d+ \w+", out, re.MULTILINE)
+    assert re.search(rf"^{len(verdicts)} claims held, 0 failed, 0 not run, in [\d.]+ s$", out, re.MULTILINE)
+
+
+def test_strangers_right_kernel_is_green_and_broken_one_red(stranger, tmp_path, capsys):
+    right, wrong = stranger(STRANGER.format(mistake="")), stranger(STRANGER.format(mistake=" - 1"))
+    path, report = tmp_path / "verdicts.jsonl", tmp_path / "junit.xml"
+    assert main(["run", "--backend", f"{right}:KERNEL", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert f"{right}:KERNEL: unsupported, computes in float32, not float64 (2 cases)" in out
+
+    arguments = ["run", "--backend", f"{wrong}:KERNEL", *SMALL, "--json", str(path), "--junit", str(report)]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    failed = [v for v in verdicts_of(path) if v.status == "fail"]
+    assert {v.oracle for v in failed} >= {"value", "lse"}
+    assert f"FAIL {wrong}:KERNEL default" in out
+    assert re.search(
+        r"where out\[\d+, \d+, \d+\] \(request \d+, query \d+, head \d+, channel \d+\): got", out
+    )
+    suites = {suite.get("name"): suite for suite in ElementTree.parse(report).getroot()}
+    assert suites[f"{wrong}:KERNEL"].get("failures") == str(len(failed))
+    assert len(suites[f"{wrong}:KERNEL"].findall("testcase/failure")) == len(failed)
+
+    assert main(["show", str(path)]) == 0
+    assert f"FAIL {wrong}:KERNEL" in capsys.readouterr().out
+    assert main(["replay", str(path)]) == 1
+    assert main(["replay", str(path), "--backend", f"{right}:KERNEL"]) == 0
+
+
+def test_a_failure_is_one_pasteable_line(stranger, capsys):
+    wrong = stranger(STRANGER.format(mistake=" - 1"))
+    main(["run", "--backend", f"{wrong}:KERNEL", *SMALL])
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("  again "))
+    words = shlex.split(line)[1:]
+    assert words[0] == "mla-verify"
+    assert main(words[1:]) == 1
+    assert re.search(
+        rf"^FAIL {wrong}:KERNEL default (value|lse|empty_rows)$", capsys.readouterr().out, re.MULTILINE
+    )
+
+
+def test_shown_python_runs_the_same_implementation(stranger, tmp_path, capsys):
+    path, wrong = tmp_path / "verdicts.jsonl", stranger(STRANGER.format(mistake=" - 1"))
+    main(["run", "--backend", f"{wrong}:KERNEL", *SMALL, "--json", str(path)])
+    failed = [i for i, v in enumerate(verdicts_of(path)) if v.status == "fail" and v.oracle == "value"]
+    capsys.readouterr()
+    assert main(["show", str(path), "--index", str(failed[0])]) == 0
+    code = capsys.readouterr().out
+    namespace = {}
+    exec(code[code.index("import torch") :], namespace)
+    assert type(namespace["output"]).__name__ == "AttentionOutput"
+    worst = verdicts_of(path)[failed[0]].worst
+    assert float(namespace["output"].out[worst.index]) == worst.got
+
+
+def test_a_required_backend_that_cannot_run_is_a_failure(stranger, capsys):
+    never = stranger(
+        STRANGER.format(mistake="") + '\nBACKEND = Backend("n", "latent_attention", decode, '
+        'requires=lambda device: "needs a device of its own")\n'
+    )
+    only = ["--problem", "latent_attention", *SMALL]
+    assert main(["run", "--backend", never, *only]) == 3
+    assert f"{never}: unavailable, needs a device of its own (36 cases)" in capsys.readouterr().out
+    assert main(["run", "--backend", never, "--require", never, *only]) == 1
+    assert f"required backend {never} did not run" in capsys.readouterr().out
+    assert main(["run", "--backend", never, "--require", "mla_ref.latent", *only]) == 0
+
+
+def test_an_implementation_that_raises_is_an_error_with_its_message(stranger, capsys):
+    raising = stranger(
+        STRANGER.format(mistake="").replace(
+            "    out = torch.zeros", "    raise KeyError('lost')\n    out = torch.zeros"
+        )
+    )
+    assert main(["run", "--backend", f"{raising}:KERNEL", *SMALL]) == 1
+    assert re.search(r"^ERROR .*\n.*\n +why +KeyError: 'lost'$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_kernel_that_kills_its_process_is_a_crash_and_the_rest_goes_on(stranger, tmp_path, capsys):
+    deadly = "    if ql_nope.shape[1] == 1 and len(cache_seqlens) == 1:\n        os._exit(139)\n"
+    source = "import os\n" + STRANGER.format(mistake="").replace(
+        "    out = torch.zeros", deadly + "    out = torch.zeros"
+    )
+    path, name = tmp_path / "verdicts.jsonl", stranger(source)
+    arguments = ["run", "--backend", f"{name}:KERNEL", *SMALL[:-1], "2", "--json", str(path)]
+    assert main([*arguments, "--oracle", "value"]) == 1
+    crashed = [v for v in verdicts_of(path) if v.status == "crash"]
+    assert {(v.case.config.num_heads, len(v.case.kv_lens)) for v in crashed} == {(1, 1)}
+    cases = matrix(problems()["latent_attention"], [PRESETS["a.x-k2"]], [formats()["bf16"]])
+    assert [v.case for v in verdicts_of(path)] == cases
+    assert f"CRASH {name}:KERNEL" in capsys.readouterr().out
+
+
+def test_order_and_verdicts_do_not_depend_on_the_number_of_processes(tmp_path):
+    def judged(jobs):
+        path = tmp_path / f"{jobs}.jsonl"
+        words = ["run", "--backend", "mla_ref.naive", "--backend", "mla_ref.latent", "--oracle", "value"]
+        assert main([*words, *SMALL[:-1], jobs, "--json", str(path)]) == 0
+        return [json.dumps(dict(json.loads(line), seconds=0)) for line in path.read_text().splitlines()]
+
+    assert judged("1") == judged("2")
+
+
+def test_a_case_of_ones_own(tmp_path, capsys):
+    case = Case(problem="latent_attention", config=PRESETS["a.x-k2"].shard(16), q_lens=(2, 1), kv_lens=(3, 0))
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(json.loads(case.to_json()), indent=2), encoding="utf-8")
+    for given in (case.to_json(), str(path)):
+        assert main(["replay", given, "--backend", "mla_ref.latent", "--oracle", "lse"]) == 0
+        assert re.search(
+            r"^pass +default lse: worst error is 0\.\d+ of its bound", capsys.readouterr().out, re.MULTILINE
+        )
+
+
+GOOD_CASE = Case(problem="rope", config=PRESETS["a.x-k2"], q_lens=(1,), kv_lens=(1,)).to_json()
+
+BAD_INPUT = [
+    (["nope"], r"No such command 'nope'"),
+    (["run", "--nope"], r"No such option: --nope"),
+    (["run", "--jobs", "0"], r"0 is not in the range|greater than or equal to 1"),
+    (["run", "--seed", "x"], r"--seed.*integer"),
+    (["run", "--backend"], r"'--backend' requires an argument"),
+    (["list", "nope"], r"table 'nope' is not one of problems, backends, formats"),
+    (["list", "--device", "nope"], r"--device 'nope': .*device"),
+    (["run", "--device", "cuda:99"], r"--device 'cuda:99': "),
+    (["run", "--preset", "deepseek-v33"], r"preset 'deepseek-v33' is not known; did you mean .*deepseek-v3"),
+    (["run", "--format", "int3"], r"cache format 'int3' is not one of bf16"),
+    (["run", "--problem", "nope"], r"problem 'nope' is not one of attention"),
+    (["run", "--oracle", "nope"], r"oracle 'nope' is not one of contract"),
+    (["run", "--by", "nope"], r"--by 'nope' is not one of problem, preset, format, oracle"),
+    (["run", "--backend", "nope"], r"backend 'nope': "),
+    (["run", "--require", "nope"], r"backend 'nope': "),
+    (["run", "--backend", "json:NOPE"], r"backend 'json:NOPE': json has no NOPE"),
+    (["run", "--backend", "json:loads"], r"backend 'json:loads': loads is function, not a Backend"),
+    (["run", "--backend", "no.such.module:X"], r"backend 'no.such.module:X': cannot import 'no.such.module'"),
+    (["run", "--json", "no/such/folder/x"], r"no/such/folder/x"),
+    (["run", "--junit", "no/such/folder/x"], r"no/such/folder/x"),
+    (["show", "no-such-file"], r"No such file or directory: 'no-such-file'"),
+    (["show", "."], r"directory: '\.'"),
+    (["show", "empty"], r"no verdicts: the file is empty"),
+    (["show", "garbage"], r"verdict: "),
+    (["show", "binary"], r"utf-8"),
+    (["replay", "no-such-file"], r"No such file or directory: 'no-such-file'"),
+    (["replay", "garbage", "--backend", "mla_ref.rope"], r"case: not JSON"),
+    (["replay", "{", "--backend", "mla_ref.rope"], r"case: not JSON"),
+    (["replay", "{}", "--backend", "mla_ref.rope"], r"case: missing .*'problem'"),
+    (
+        ["replay", '{"proble":1}', "--backend", "mla_ref.rope"],
+        r"case: unknown field 'proble'; known are problem",
+    ),
+    (["replay", GOOD_CASE], r"a case names no backend: say --backend NAME"),
+    (["replay", GOOD_CASE, "--backend", "mla_ref.naive"], r"implements attention, but the case is of rope"),
+    (
+        ["replay", GOOD_CASE, "--backend", "mla_ref.rope", "--oracle", "lse"],
+        r"oracle 'lse' does not judge rope",
+    ),
+    (
+        ["replay", GOOD_CASE.replace('"rope","config"', '"ropes","config"'), "--backend", "mla_ref.rope"],
+        r"ropes",
+    ),
+    (
+        ["replay", GOOD_CASE.replace('"plain"', '"odd"'), "--backend", "mla_ref.rope"],
+        r"regime 'odd' is not one of plain",
+    ),
+    (
+        ["replay", GOOD_CASE.replace('"q_lens":[1]', '"q_lens":[-1]'), "--backend", "mla_ref.rope"],
+        r"q_lens\[0\] is -1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT, ids=[" ".join(a)[:40] for a, _ in BAD_INPUT])
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    (tmp_path / "garbage").write_text("certainly\n", encoding="utf-8")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"mla-verify: [^\n]+\n", captured.err), captured.err
+    assert re.search(message, captured.err)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import torch\nnot_defined\n", r"its import raised NameError: name 'not_defined'"),
+        ("def f(:\n", r"its import raised SyntaxError: "),
+        ("import no_such_package\n", r"No module named 'no_such_package'"),
+    ],
+)
+def test_a_strangers_module_that_does_not_import(source, message, stranger, capsys):
+    assert main(["run", "--backend", stranger(source)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_installed_command_is_this_one():
+    command = [sys.executable, "-c", "import sys; from oracles.cli import main; sys.exit(main())"]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = ["run", "--backend", "no_such_backend"]
+    ran = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("mla-verify: backend 'no_such_backend'")
+    assert "Traceback" not in ran.stderr
+
+
+def test_the_default_matrix_covers_what_it_promises():
+    everything = matrix(problems()["attention"], list(PRESETS.values()), list(formats().values()))
+    assert {case.config.name for case in everything} == set(PRESETS)
+    stages = list(STAGES)
+    met = {(case.cache_format, stages[i % len(stages)]) for i, case in enumerate(everything)}
+    assert met == set(itertools.product(formats(), stages))
+    assert {case.regime for case in everything} == set(REGIMES)
+    assert {case.dtype for case in everything} == {"bfloat16", "float16", "float32", "float64"}
+    assert {case.config.num_heads for case in everything} >= {1, 16, 128}
+    for block in (16, 64):
+        lengths = {n for case in everything if case.block_size == block for n in case.kv_lens}
+        assert lengths >= {1, block - 1, block, block + 1}
+    assert any(kv < q for case in everything for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
+    assert any(0 in case.kv_lens for case in everything)
+    assert any(0 in case.q_lens for case in everything)
+    assert len({case.layout for case in everything}) == 4
+
+
+@pytest.mark.parametrize("name", sorted(problems()))
+def test_every_problem_has_cases(name):
+    cases = matrix(problems()[name], list(PRESETS.values()), list(formats().values()))
+    assert len(cases) >= 12
+    assert len({case.config.name for case in cases}) >= 8

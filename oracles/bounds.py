@@ -2,9 +2,9 @@
 
 Nothing here is tuned. A bound follows from the number formats that a backend declares (``Numerics``), from
 the lengths, and from the magnitudes of the case's own data; ``docs/bounds.md`` has the derivation in full.
-All bounds are schedule-free: any order of sums, any tile, any split that the numerics allow.
+Bounds are schedule-free: they hold for any order of sums, any tile, any split that the numerics allow.
 
-Write u for the accumulator's unit roundoff and γ(k) = k·u / (1 - k·u). One row computes
+Write u for the accumulator's unit roundoff and γ(k) = k·u / (1 - k·u). One row of attention computes
 
     out = Σ ŵ_j (1 + α_j) v_j / Σ ŵ_j (1 + β_j),     ŵ_j = w_j (1 + θ_j),   |θ_j| ≤ τ_j
 
@@ -16,17 +16,38 @@ exact result and p the exact weights, the shared errors move it by at most
 
 and never out of the convex hull of the values; where Σ p τ ≥ 1/2 the hull is all that is guaranteed.
 
+What an implementation materialises in a narrow type is known wherever its error does not reach a rounding
+boundary: there the truth goes on from the rounded value, and elsewhere from the interval between the two
+candidates (the stage cut).
+
 The truth's own float64 error has the same form, so u is enlarged by float64's roundoff and covers both.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from mla_ref.numerics import EXACT, Numerics
-from oracles.exact import Rows, attention_rows, mix, operand_dtype
+from mla_ref.config import RopeConfig
+from mla_ref.formats import CacheFormat
+from mla_ref.numerics import EXACT, INPUT, Numerics
+from mla_ref.problems.attention import AttentionInputs
+from oracles.exact import (
+    Operands,
+    Rows,
+    angles,
+    attention_rows,
+    gathered,
+    merged,
+    mix,
+    pairs,
+    unpaired,
+    unprojected,
+    value_width,
+)
 
 FLOAT64_ROUNDOFF = 2.0**-53
 
@@ -38,6 +59,9 @@ INFLATION = 1.0 + 2.0**-20
 
 # From here on the shared error is no longer a perturbation and only the convex hull is claimed.
 ILL_CONDITIONED = 0.5
+
+# Relative roundings of a frequency and of its product with the position, in the type of the angle.
+ANGLE_ROUNDINGS = 16
 
 
 class Admissible(NamedTuple):
@@ -52,8 +76,68 @@ class Admissible(NamedTuple):
     ill: int = 0
 
     def interval(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Least and greatest admissible value, float64: rounding is monotone, so no further error enters."""
+        """Least and greatest admissible value: rounding is monotone, so no further error enters."""
         return nearest(self.mid - self.radius, self.dtype), nearest(self.mid + self.radius, self.dtype)
+
+
+class Ball(NamedTuple):
+    """Every float64 value within ``radius`` of ``mid``, element by element."""
+
+    mid: torch.Tensor
+    radius: torch.Tensor
+
+    def size(self) -> torch.Tensor:
+        """The largest magnitude in the ball."""
+        return self.mid.abs() + self.radius
+
+
+class Format(NamedTuple):
+    """A number format.
+
+    roundoff: relative error of rounding to nearest. underflow: absolute error below the smallest normal
+        number.
+    flush: the same where subnormal numbers are replaced by zero.
+    """
+
+    roundoff: float
+    underflow: float
+    flush: float
+
+
+def type_named(name: str, query: torch.dtype) -> torch.dtype:
+    """The type that a field of ``Numerics`` names; float64 for "exact".
+
+    Raises: ValueError if it names none.
+    """
+    if name == EXACT:
+        return torch.float64
+    dtype = query if name == INPUT else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"numerics: {name!r} is no torch dtype, nor {INPUT!r} or {EXACT!r}")
+    return dtype
+
+
+def number_format(name: str, query: torch.dtype) -> Format:
+    """The format that a field of ``Numerics`` names; nothing is lost where it is "exact"."""
+    if name == EXACT:
+        return Format(0.0, 0.0, 0.0)
+    info = torch.finfo(type_named(name, query))
+    return Format(info.eps / 2, info.tiny * info.eps / 2, info.tiny)
+
+
+def accumulator(numerics: Numerics, query: torch.dtype) -> Format:
+    """The format of scores, softmax and sums, its roundoff enlarged by the truth's own."""
+    name = numerics.accumulate
+    if name == "compute":
+        name = "float64" if query == torch.float64 else "float32"
+    fmt = number_format(name, query)
+    return fmt._replace(roundoff=fmt.roundoff + FLOAT64_ROUNDOFF)
+
+
+def gamma(roundings: torch.Tensor | float, roundoff: float) -> torch.Tensor:
+    """γ: the relative error of a product of ``roundings`` factors 1 + δ, |δ| ≤ roundoff."""
+    total = torch.as_tensor(roundings, dtype=torch.float64) * roundoff
+    return (total / (1.0 - total)).masked_fill(total >= 1.0, math.inf)
 
 
 def nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -77,74 +161,131 @@ def spacing(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ((exponent + (math.frexp(info.eps)[1] - 1)).clamp(min=1) << 52).view(torch.float64)
 
 
-class Format(NamedTuple):
-    """A number format.
-
-    roundoff: relative error of rounding to nearest. underflow: absolute error below the smallest normal
-        number.
-    flush: the same where subnormal numbers are replaced by zero.
-    """
-
-    roundoff: float
-    underflow: float
-    flush: float
-
-
-def number_format(name: str, query: torch.dtype) -> Format:
-    """The format that a field of ``Numerics`` names; nothing is lost where it is "exact"."""
+def materialised(ball: Ball, name: str, query: torch.dtype) -> Ball:
+    """A ball after rounding to the type named: a single value wherever both its ends round to the same."""
     if name == EXACT:
-        return Format(0.0, 0.0, 0.0)
-    info = torch.finfo(operand_dtype(name, query))
-    return Format(info.eps / 2, info.tiny * info.eps / 2, info.tiny)
+        return ball
+    dtype = type_named(name, query)
+    low, high = nearest(ball.mid - ball.radius, dtype), nearest(ball.mid + ball.radius, dtype)
+    return Ball((low + high) / 2.0, (high - low) / 2.0)
 
 
-def accumulator(numerics: Numerics, query: torch.dtype) -> Format:
-    """The format of scores, softmax and sums, its roundoff enlarged by the truth's own."""
-    name = numerics.accumulate
-    if name == "compute":
-        name = "float64" if query == torch.float64 else "float32"
-    fmt = number_format(name, query)
-    return fmt._replace(roundoff=fmt.roundoff + FLOAT64_ROUNDOFF)
-
-
-def gamma(roundings: torch.Tensor | float, roundoff: float) -> torch.Tensor:
-    """γ: the relative error of a product of ``roundings`` factors 1 + δ, |δ| ≤ roundoff."""
-    total = torch.as_tensor(roundings, dtype=torch.float64) * roundoff
-    return (total / (1.0 - total)).masked_fill(total >= 1.0, math.inf)
+def linear(x: Ball, weight: torch.Tensor, numerics: Numerics, acc: Format) -> Ball:
+    """x weightᵀ, for x [… i] and weight [o i]: its own error, and γ of the sum of magnitudes."""
+    size = weight.abs()
+    dot = gamma(numerics.dot_roundings * weight.shape[1] + SPARE_ROUNDINGS, acc.roundoff)
+    return Ball(x.mid @ weight.T, x.radius @ size.T + dot * (x.size() @ size.T) + acc.flush)
 
 
 def attention(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
-    """Admissible ``out`` and ``lse`` of ``latent_attention`` and ``attention``."""
-    query = _query(inputs)
-    width = inputs.w_uv.shape[1] if hasattr(inputs, "w_uk") else query.shape[2]
-    out = query.new_full((2, *query.shape[:2], width), torch.nan, dtype=torch.float64)
+    """Admissible ``out`` and ``lse`` of ``latent_attention``, ``attention`` and ``paged_attention``."""
+    dtype = inputs[0].dtype
+    out, lse, ill = attended(inputs, numerics, dtype)
+    return {"out": Admissible(*out, dtype, ill), "lse": Admissible(*lse, torch.float32)}
+
+
+def attended(
+    inputs: Any,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    query_error: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[Ball, Ball, int]:
+    """out [t h v] before it is rounded to its type, lse [t h], and the number of ill-conditioned rows.
+
+    dtype: the query's. query_error: how far the two parts of the query may be from those of ``inputs``, where
+    they are not given but computed.
+    """
+    query = inputs[0]
+    out = query.new_full((2, *query.shape[:2], value_width(inputs)), torch.nan, dtype=torch.float64)
     lse = query.new_full((2, *query.shape[:2]), torch.nan, dtype=torch.float64)
-    ill = 0
-    for rows in attention_rows(inputs, numerics):
-        shared = _shared(rows, inputs, numerics)
-        parts = (rows.out, _out_radius(rows, shared, inputs, numerics), rows.lse, _lse_radius(rows, shared))
+    acc, ill = accumulator(numerics, dtype), 0
+
+    prepare = partial(_operands, numerics=numerics, dtype=dtype, query_error=query_error)
+    for rows in attention_rows(inputs, type_named(numerics.kv, dtype), prepare):
+        error = abs(inputs.softmax_scale) * _dot_error(rows.operands, numerics, acc)
+        shared = _shared(rows, error.masked_fill(~rows.seen, 0.0), numerics, dtype)
+        parts = (*_row_out(rows, shared, inputs, numerics, dtype), rows.lse, _lse_radius(rows, shared))
         for whole, part in zip((*out, *lse), parts, strict=True):
             whole[rows.tokens, rows.heads] = part.transpose(0, 1)
         ill += int((shared.total >= ILL_CONDITIONED).sum())
-    return {
-        "out": Admissible(out[0], out[1], query.dtype, ill),
-        "lse": Admissible(lse[0], lse[1], torch.float32),
-    }
+    return Ball(*out), Ball(*lse), ill
 
 
-# Problem name -> (inputs, numerics) -> what each field of its output may be.
-ADMISSIBLE: dict[str, Callable[[Any, Numerics], dict[str, Admissible]]] = {
-    "latent_attention": attention,
-    "attention": attention,
-}
+def _operands(
+    inputs: Any,
+    tokens: slice,
+    heads: slice,
+    key: torch.Tensor,
+    k_pe: torch.Tensor,
+    value: torch.Tensor,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    query_error: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Operands:
+    """What the declared form multiplies, each operand rounded where that form materialises it.
+
+    absorbed: the query times w_uk, a dot over p, rounded to the operand type; values stay latent.
+    expanded: keys and values of each head, dots over c, rounded to the operand type. Where they are not
+    rounded, scores are those of the latent space, and the dot over c is charged to the query.
+    """
+    nope_error, pe_error = (x[tokens, heads] for x in query_error) if query_error else (None, None)
+    acc = accumulator(numerics, dtype)
+    if numerics.form == "expanded" and numerics.operand != EXACT:
+        query, q_pe = (x[tokens, heads].double() for x in inputs[:2])
+        keys, values = (
+            _expanded(latent, weight[heads].double(), numerics, acc, dtype)
+            for latent, weight in ((key, inputs.w_uk), (value, inputs.w_uv))
+        )
+        return Operands(
+            query, q_pe, keys.mid, k_pe, values.mid, nope_error, pe_error, keys.radius, values.radius
+        )
+    plain = unprojected(inputs, tokens, heads, key, k_pe, value)
+    if numerics.form == "latent":
+        return plain._replace(query_error=nope_error, pe_error=pe_error)
+    size = inputs.w_uk[heads].double().abs()
+    query = inputs[0][tokens, heads].double().abs()
+    given = torch.zeros_like(plain.query)
+    if nope_error is not None:
+        query, given = query + nope_error, torch.einsum("shp,hpc->shc", nope_error, size)
+    reach = torch.einsum("shp,hpc->shc", query, size)
+    p, c = size.shape[1:]
+    if numerics.form == "absorbed":
+        dot = gamma(numerics.dot_roundings * p + SPARE_ROUNDINGS, acc.roundoff)
+        latent = materialised(Ball(plain.query, given + dot * reach), numerics.operand, dtype)
+        return plain._replace(query=latent.mid, query_error=latent.radius, pe_error=pe_error)
+    dot = gamma(numerics.dot_roundings * (c + p) + 2 * SPARE_ROUNDINGS, acc.roundoff)
+    return plain._replace(query_error=given + dot * reach, pe_error=pe_error)
+
+
+def _expanded(
+    latent: torch.Tensor, weight: torch.Tensor, numerics: Numerics, acc: Format, query: torch.dtype
+) -> Ball:
+    """Keys or values [h j x] of each head, in the operand type."""
+    dot = gamma(numerics.dot_roundings * weight.shape[2] + SPARE_ROUNDINGS, acc.roundoff)
+    exact = torch.einsum("jc,hxc->hjx", latent, weight)
+    reach = torch.einsum("jc,hxc->hjx", latent.abs(), weight.abs())
+    return materialised(Ball(exact, dot * reach), numerics.operand, query)
+
+
+def _dot_error(operands: Operands, numerics: Numerics, acc: Format) -> torch.Tensor:
+    """[h s j] |computed - exact| of q · k before scaling: γ(x + r) Σ|q||k|, and what the operands bring."""
+    query, q_pe, key, k_pe = operands[:4]
+    dot = gamma(numerics.dot_roundings * (key.shape[-1] + k_pe.shape[-1]) + SPARE_ROUNDINGS, acc.roundoff)
+    nope = Ball(query, torch.zeros_like(query) if operands.query_error is None else operands.query_error)
+    pe = Ball(q_pe, torch.zeros_like(q_pe) if operands.pe_error is None else operands.pe_error)
+    key_size = key.abs() if operands.key_error is None else key.abs() + operands.key_error
+    error = mix((nope.radius + dot * nope.size()).transpose(0, 1), key_size.transpose(1, 2))
+    error = error + torch.einsum("shr,jr->hsj", pe.radius + dot * pe.size(), k_pe.abs())
+    if operands.key_error is not None:
+        error = error + mix(query.abs().transpose(0, 1), operands.key_error.transpose(1, 2))
+    return error
 
 
 class _Shared(NamedTuple):
     """What one row's output and log-sum-exp have in common; [h s …].
 
     format: the accumulator's. keys: visible keys of each row, at least 1 [s].
-    excess [h s j]: Σ over it bounds what the shared errors add to the weights' sum, p·τ. total [h s]: its
-        sum.
+    excess [h s j]: its sum bounds what the shared errors add to the sum of the weights, p·τ. total [h s]: it.
     sums: γ of adding the weights, or their products with a channel, over all tiles and splits [s].
     normaliser: relative error of the denominator, however the row is divided by it.
     lse: error of the log-sum-exp beyond that of its weights.
@@ -159,65 +300,25 @@ class _Shared(NamedTuple):
     lse: torch.Tensor
 
 
-def _query(inputs: Any) -> torch.Tensor:
-    query: torch.Tensor = inputs.q_nope if hasattr(inputs, "w_uk") else inputs.ql_nope
-    return query
+def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.dtype) -> _Shared:
+    """The errors that numerator and denominator share, as excess weight. scaled [h s j]: the scores' own.
 
-
-def _dot_error(rows: Rows, inputs: Any, numerics: Numerics, acc: Format) -> torch.Tensor:
-    """[h s j] |computed - exact| of q · k before scaling, projections of the query or the key included.
-
-    A dot of D products errs by γ(D) Σ|q||k|. The absorbed query adds its own dot over p and its rounding to
-    the operand type, both common to all keys; expanded keys add the dot over c and theirs, key by key.
-    """
-    c, r = rows.kv_c.shape[1], rows.k_pe.shape[1]
-    per_product = numerics.dot_roundings
-    query_size = rows.q_latent.abs()
-    dot = gamma(per_product * (c + r) + SPARE_ROUNDINGS, acc.roundoff)
-    nope_error, pe_error = dot * query_size, dot * rows.q_pe.abs()
-    if numerics.form != "latent":
-        operand = number_format(numerics.operand, _query(inputs).dtype)
-        q_size = inputs.q_nope[rows.tokens, rows.heads].double().abs()
-        w_size = inputs.w_uk[rows.heads].double().abs()
-        reach = torch.einsum("shp,hpc->shc", q_size, w_size)
-        p = q_size.shape[2]
-        if numerics.form == "absorbed":
-            projected = gamma(per_product * p + SPARE_ROUNDINGS, acc.roundoff) * reach
-            projected = projected + operand.roundoff * (query_size + projected) + operand.underflow
-            nope_error = projected + dot * (query_size + projected)
-        else:
-            nope_error = gamma(per_product * (c + p + r) + 2 * SPARE_ROUNDINGS, acc.roundoff) * reach
-    error = torch.einsum("shc,jc->hsj", nope_error, rows.kv_c.abs())
-    error = error + torch.einsum("shr,jr->hsj", pe_error, rows.k_pe.abs())
-    if numerics.form == "expanded" and operand.roundoff:
-        keys = torch.einsum("jc,hpc->hjp", rows.kv_c, inputs.w_uk[rows.heads].double()).abs()
-        size = torch.einsum("shp,hjp->hsj", q_size, keys) + error
-        error = error + (1.0 + dot) * (
-            operand.roundoff * size + operand.underflow * q_size.sum(-1).T[..., None]
-        )
-    return error
-
-
-def _shared(rows: Rows, inputs: Any, numerics: Numerics) -> _Shared:
-    """The errors that numerator and denominator share, as excess weight.
-
-    Relative error of a weight, e^η (1 + ε)^(T+1) - 1, with η of its exponent: the dot's; 4u|s| for scaling
+    Relative error of a weight, e^η (1 + ε)^(T+1) - 1, with η of its exponent: the score's; 4u|s| for scaling
     (the scale, a change of base, their product, its application); 3u(m - s) for subtracting the maximum and
     changing base, telescoped over T rescalings; u|m| where tiles round the scaled maximum apart; and per
     merge the rounding of the partial log-sum-exp, its subtraction and exponential. A maximum that is itself
     inexact is
     no error: any shift cancels.
     """
-    acc = accumulator(numerics, _query(inputs).dtype)
+    acc = accumulator(numerics, query)
     u, splits, depth = acc.roundoff, numerics.max_splits, numerics.merge_depth
     exp_error, log_error = numerics.exp_error * u, numerics.log_error * u
     keys = rows.seen.sum(-1).clamp(min=1).double()
     tiles = torch.ceil(keys / numerics.min_tile) + 1.0
-    hidden = ~rows.seen
-    top, lse = (x.nan_to_num(nan=torch.nan, neginf=0.0) for x in (rows.top, rows.lse))
-    size = rows.scores.abs().masked_fill(hidden, 0.0)
-    drop = (top[..., None] - rows.scores).masked_fill(hidden, 0.0)
-    scaled = abs(inputs.softmax_scale) * _dot_error(rows, inputs, numerics, acc).masked_fill(hidden, 0.0)
+    unseen = rows.scores.isneginf()
+    top, lse = (x.masked_fill(x.isneginf(), 0.0) for x in (rows.top, rows.lse))
+    size = rows.scores.abs().masked_fill(unseen, 0.0)
+    drop = (top[..., None] - rows.scores).masked_fill(unseen, 0.0)
     error = scaled + 4.0 * u * (size + scaled)
     largest = _largest(error)[..., None]
     error = error + u * top.abs()[..., None] + 3.0 * u * (drop + error + largest)
@@ -230,13 +331,13 @@ def _shared(rows: Rows, inputs: Any, numerics: Numerics) -> _Shared:
     excess = torch.where(
         growth < 1.0, rows.weights * torch.expm1(growth), torch.exp(rows.scores - lse[..., None] + growth)
     )
-    excess = (excess + ((tiles + 2.0) * acc.flush)[:, None]).masked_fill(hidden, 0.0)
+    excess = (excess + ((tiles + 2.0) * acc.flush)[:, None]).masked_fill(unseen, 0.0)
     per_key = max(numerics.dot_roundings, 1.0)
     sums = gamma(per_key * keys + 2.0 * tiles + splits + 4 * depth + SPARE_ROUNDINGS, u)
     rounding = 4.0 * u * (lse.abs() + top.abs()) + log_error * (1.0 + log_keys) + exp_error
     denominator = sums
     if numerics.p != EXACT and numerics.sum_rounded_p is not False:
-        p = number_format(numerics.p, _query(inputs).dtype)
+        p = number_format(numerics.p, query)
         denominator = sums + p.roundoff + keys * p.underflow
     return _Shared(
         format=acc,
@@ -256,7 +357,7 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 def _lse_radius(rows: Rows, shared: _Shared) -> torch.Tensor:
     """[h s] ln Σ p e^η, which holds for errors of any size, plus the rounding of the logarithm itself."""
     radius = (torch.log1p(shared.total) + shared.lse) * INFLATION
-    return radius.masked_fill(~rows.seen.any(-1), 0.0)
+    return radius.masked_fill(rows.lse.isneginf(), 0.0)
 
 
 class _Mixture(NamedTuple):
@@ -268,27 +369,30 @@ class _Mixture(NamedTuple):
 
 def _mixture(rows: Rows, shared: _Shared, values: torch.Tensor, mean: torch.Tensor) -> _Mixture:
     total = shared.total[..., None]
-    room = 1.0 - total.clamp(max=ILL_CONDITIONED)
     square = mix(shared.excess, values.square()) + mean.square() * total
     centred = (square - 2.0 * mean * mix(shared.excess, values)).clamp(min=0.0) + 2.0**-40 * square
     low, high = _hull(rows.seen, values)
     hull = torch.maximum(high - mean, mean - low).clamp(min=0.0)
     ill = total >= ILL_CONDITIONED
-    shift = torch.where(ill, hull, torch.minimum(torch.sqrt(total * centred) / room, hull))
+    shift = torch.where(ill, hull, torch.minimum(torch.sqrt(total * centred) / _room(shared), hull))
     largest = torch.maximum(high.abs(), low.abs())
-    mass = mix(rows.weights + shared.excess, values.abs()) / room
+    mass = mix(rows.weights + shared.excess, values.abs()) / _room(shared)
     return _Mixture(shift, torch.where(ill, largest, torch.minimum(mass, largest)))
 
 
+def _room(shared: _Shared) -> torch.Tensor:
+    """[h s 1] what is at least left of the sum of the weights."""
+    return 1.0 - shared.total.clamp(max=ILL_CONDITIONED)[..., None]
+
+
 def _hull(seen: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least and greatest value [1 or h, s, x] among the keys of each row; every row sees a prefix."""
-    count = seen.sum(-1)
+    """Least and greatest value [1 or h, s, v] among the keys of each row; every row sees a prefix."""
     if not values.shape[1]:
         empty = values.new_zeros(values.shape[0], seen.shape[0], values.shape[2])
         return empty, empty
     if seen.shape[0] == 1:
         return values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-    last = (count - 1).clamp(min=0)
+    last = (seen.sum(-1) - 1).clamp(min=0)
     return values.cummin(1).values[:, last], values.cummax(1).values[:, last]
 
 
@@ -302,10 +406,11 @@ def _mixed_radius(
     numerics: Numerics,
     query: torch.dtype,
 ) -> torch.Tensor:
-    """[h s x] Δ + [u_P · rounded + ρ · reach + absolute + ν (|o| + Δ)] / (1 - ν).
+    """[h s v] Δ + [u_P · rounded + ρ · reach + absolute + ν (|o| + Δ)] / (1 - ν).
 
     rounded, reach: magnitudes that the rounding of the weights and every rounding of a single channel act on.
-    absolute: numerator errors that are no multiple of those. ν: the denominator's, common to all channels.
+    absolute: numerator errors that are no multiple of those. ρ: products with the values, sums over keys,
+    tiles and splits, partial results. ν: the denominator's error, common to all channels.
     """
     p = number_format(numerics.p, query)
     partial = (1.0 + number_format(numerics.partial, query).roundoff) ** numerics.merge_depth
@@ -316,64 +421,358 @@ def _mixed_radius(
     return mixture.shift + radius.masked_fill(normaliser >= 1.0, math.inf)
 
 
-def _out_radius(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics) -> torch.Tensor:
-    """[h s x] radius of the output before it is rounded to its own type.
+def _row_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, dtype: torch.dtype) -> Ball:
+    """[h s v] the output before it is rounded to its own type.
 
-    In latent space every channel's roundings act on Σ p|v|. Expanded values carry the error of their
-    projection into that sum. An absorbed output is mixed as a latent first, so roundings of its channels act
-    on Σ|w_uv| Σ p|c|, its own rounding and the last dot on |w_uv| |latent|; but the weights, shared by all
-    channels, are still perturbed in the space of the values.
+    In latent space every channel's roundings act on Σ p|v|. Expanded values have an error of their own, which
+    is mixed like them, and roundings act on it too.
     """
-    dtype, acc = _query(inputs).dtype, shared.format
-    operand = number_format(numerics.operand, dtype)
-    underflow = number_format(numerics.p, dtype).underflow
-    room = 1.0 - shared.total.clamp(max=ILL_CONDITIONED)[..., None]
-    flush = acc.flush * (2.0 * shared.keys + SPARE_ROUNDINGS)[:, None] / room
-    seen = rows.seen.double().expand(rows.values.shape[0], -1, -1)
-    lost = underflow * mix(seen, rows.values.abs()) / room
-    mixture = _mixture(rows, shared, rows.values, rows.out)
-    if numerics.form == "latent":
-        absolute = lost + flush
-        radius = _mixed_radius(
-            mixture, mixture.mass, mixture.mass, absolute, rows.out, shared, numerics, dtype
-        )
-        return _finish(radius, rows)
-    weight = inputs.w_uv[rows.heads].double().abs()
-    latent_out = mix(rows.weights, rows.kv_c[None])
-    latent = _mixture(rows, shared, rows.kv_c[None], latent_out)
-    width = rows.kv_c.shape[1]
-    dot = gamma(numerics.dot_roundings * width + SPARE_ROUNDINGS, acc.roundoff)
-
-    def project(x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("hsc,hvc->hsv", x, weight)
-
-    latent_reach = project(latent.mass)
-    latent_sum = (rows.seen.double() @ rows.kv_c.abs())[None]
+    if numerics.form == "absorbed":
+        return _absorbed_out(rows, shared, inputs, numerics, dtype)
+    values = rows.operands.values
+    mixture = _mixture(rows, shared, values, rows.out)
+    absolute = _absolute(rows, shared, values, numerics, dtype)
+    reach = mixture.mass
     if numerics.form == "expanded":
-        relative = (1.0 + operand.roundoff) * dot
-        value_error = operand.roundoff * mixture.mass + relative * latent_reach + operand.underflow / room
-        lost = lost * (1.0 + operand.roundoff) + underflow * relative * project(latent_sum) / room
-        reach = mixture.mass + value_error
-        radius = _mixed_radius(
-            mixture, reach, reach, value_error + lost + flush, rows.out, shared, numerics, dtype
-        )
-        return _finish(radius, rows)
-    rounded = mixture.mass if numerics.shared_p else latent_reach
-    if not numerics.shared_p:
-        lost = underflow * project(latent_sum) / room
-    weight_sum = weight.sum(-1)[:, None]
-    absolute = lost + flush * (weight_sum + width)
-    radius = _mixed_radius(mixture, latent_reach, rounded, absolute, rows.out, shared, numerics, dtype)
-    latent_lost = underflow * latent_sum / room + flush
-    latent_radius = _mixed_radius(
-        latent, latent.mass, latent.mass, latent_lost, latent_out, shared, numerics, dtype
+        error = _expansion_error(rows, shared, inputs, numerics)
+        absolute, reach = absolute + error, reach + error
+    radius = _mixed_radius(mixture, reach, reach, absolute, rows.out, shared, numerics, dtype)
+    return _finish(Ball(rows.out, radius), rows)
+
+
+def _absolute(
+    rows: Rows, shared: _Shared, values: torch.Tensor, numerics: Numerics, query: torch.dtype
+) -> torch.Tensor:
+    """Underflow: of the weights in their type, of products, sums and partial results."""
+    lost = number_format(numerics.p, query).underflow
+    partial = number_format(numerics.partial, query).underflow * numerics.merge_depth
+    flush = shared.format.flush * (2.0 * shared.keys + SPARE_ROUNDINGS)[:, None] + partial
+    seen = rows.seen.double().expand(values.shape[0], -1, -1)
+    return (lost * mix(seen, values.abs()) + flush) / _room(shared)
+
+
+def _expansion_error(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics) -> torch.Tensor:
+    """[h s v] what the error of the expanded values adds to the numerator."""
+    weights, error = rows.weights + shared.excess, rows.operands.value_error
+    if error is not None:
+        return mix(weights, error) / _room(shared)
+    key = rows.operands.key
+    dot = gamma(numerics.dot_roundings * key.shape[-1] + SPARE_ROUNDINGS, shared.format.roundoff)
+    latent = mix(weights, key.abs()) / _room(shared)
+    return dot * torch.einsum("hsc,hvc->hsv", latent, inputs.w_uv[rows.heads].double().abs())
+
+
+def _absorbed_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, dtype: torch.dtype) -> Ball:
+    """[h s v] the intersection of two balls, each of which holds every right output.
+
+    The latent output is mixed and materialised before w_uv. Cut there, it is a ball of its own and w_uv is
+    one more dot. Propagated, the weights perturb all channels alike, which is an error in the space of the
+    values, and only what differs from channel to channel acts on Σ|w_uv| Σ p|c|. The first is sharp while the
+    ball is narrower than the operand type, the second when it is not.
+    """
+    operands = rows.operands
+    weight = inputs.w_uv[rows.heads].double()
+    size, acc = weight.abs(), shared.format
+
+    def project(x: torch.Tensor, matrix: torch.Tensor = size) -> torch.Tensor:
+        return torch.einsum("hsc,hvc->hsv", x, matrix)
+
+    latent_out = mix(rows.weights, operands.key)
+    latent = _mixture(rows, shared, operands.key, latent_out)
+    latent_absolute = _absolute(rows, shared, operands.key, numerics, dtype)
+    latent_radius = INFLATION * _mixed_radius(
+        latent, latent.mass, latent.mass, latent_absolute, latent_out, shared, numerics, dtype
     )
-    last = operand.roundoff + dot * (1.0 + operand.roundoff)
-    radius = radius + last * project(latent_out.abs() + latent_radius) + operand.underflow * weight_sum
-    return _finish(radius + gamma(width + SPARE_ROUNDINGS, FLOAT64_ROUNDOFF) * latent_reach, rows)
+    width = operands.key.shape[-1]
+    dot = gamma(numerics.dot_roundings * width + SPARE_ROUNDINGS, acc.roundoff)
+    cut = materialised(Ball(latent_out, latent_radius), numerics.operand, dtype)
+    last = width * acc.flush
+    cut_out = Ball(project(cut.mid, weight), project(cut.radius + dot * cut.size()) + last)
+
+    mixture = _mixture(rows, shared, operands.values, rows.out)
+    reach = project(latent.mass)
+    rounded = mixture.mass if numerics.shared_p else reach
+    absolute = project(latent_absolute)
+    radius = _mixed_radius(mixture, reach, rounded, absolute, rows.out, shared, numerics, dtype)
+    operand = number_format(numerics.operand, dtype)
+    rounding = (operand.roundoff + dot * (1.0 + operand.roundoff)) * (latent_out.abs() + latent_radius)
+    radius = radius + project(rounding + operand.underflow) + last
+    radius = radius + gamma(width + SPARE_ROUNDINGS, FLOAT64_ROUNDOFF) * reach
+    return _intersection(_finish(cut_out, rows), _finish(Ball(rows.out, radius), rows))
 
 
-def _finish(radius: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The radius, enlarged by its own rounding; 0 on rows without a key, whose output is exactly 0."""
-    radius = radius * INFLATION + 4.0 * FLOAT64_ROUNDOFF * rows.out.abs()
-    return radius.masked_fill(~rows.seen.any(-1)[:, None], 0.0)
+def _intersection(a: Ball, b: Ball) -> Ball:
+    low = torch.maximum(a.mid - a.radius, b.mid - b.radius)
+    high = torch.minimum(a.mid + a.radius, b.mid + b.radius)
+    return Ball((low + high) / 2.0, (high - low).clamp(min=0.0) / 2.0)
+
+
+def _finish(ball: Ball, rows: Rows) -> Ball:
+    """The ball enlarged by its own rounding; exactly 0 on rows without a key."""
+    radius = ball.radius * INFLATION + 4.0 * FLOAT64_ROUNDOFF * ball.mid.abs()
+    empty = rows.lse.isneginf()[..., None]
+    return Ball(ball.mid.masked_fill(empty, 0.0), radius.masked_fill(empty, 0.0))
+
+
+def merge_states(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
+    """Admissible ``out`` and ``lse`` of ``merge_states``: attention whose keys are the states."""
+    query, (num_states, t, h) = inputs.outs.dtype, inputs.lses.shape
+    rows = merged(inputs.outs, inputs.lses)
+    declared = replace(numerics, max_splits=max(numerics.max_splits, num_states))
+    shared = _shared(rows, torch.zeros_like(rows.scores), declared, query)
+    values = rows.operands.values
+    mixture = _mixture(rows, shared, values, rows.out)
+    absolute = _absolute(rows, shared, values, declared, query)
+    radius = _mixed_radius(mixture, mixture.mass, mixture.mass, absolute, rows.out, shared, declared, query)
+    out, lse = _finish(Ball(rows.out, radius), rows), Ball(rows.lse, _lse_radius(rows, shared))
+    return {
+        "out": Admissible(out.mid.reshape(t, h, -1), out.radius.reshape(t, h, -1), query),
+        "lse": Admissible(lse.mid.reshape(t, h), lse.radius.reshape(t, h), torch.float32),
+    }
+
+
+def cache_gather(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
+    """Admissible ``kv_c`` and ``k_pe``: code · scale rounded to float32 and then to the type asked for."""
+
+    def exactly(x: torch.Tensor) -> Admissible:
+        wide = x if inputs.dtype == torch.float64 else nearest(x, torch.float32)
+        return Admissible(nearest(wide, inputs.dtype), torch.zeros_like(x), inputs.dtype)
+
+    kv_c, k_pe = gathered(inputs)
+    return {"kv_c": exactly(kv_c), "k_pe": exactly(k_pe)}
+
+
+def rope(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
+    """Admissible ``x``."""
+    x = inputs.x.double()
+    ball = rotation(Ball(x, torch.zeros_like(x)), inputs.positions, inputs.rope, numerics, inputs.x.dtype)
+    return {"x": Admissible(*ball, inputs.x.dtype)}
+
+
+def rotation(
+    x: Ball, positions: torch.Tensor, config: RopeConfig, numerics: Numerics, dtype: torch.dtype
+) -> Ball:
+    """[t h r] the pairs (a, b) turned by their angle: (a cos - b sin, b cos + a sin).
+
+    An error of the angle is one of the table, as is the rounding of the table itself; three more roundings,
+    of two products and their sum, act on |a cos| + |b sin|.
+    """
+    if not config.rotate or not x.mid.shape[-1]:
+        return x
+    acc, table = accumulator(numerics, dtype), number_format(numerics.table, dtype)
+    angle = angles(config, positions, x.mid.shape[-1])[:, None]
+    roundoff = number_format(numerics.angle, dtype).roundoff + FLOAT64_ROUNDOFF
+    turn = (ANGLE_ROUNDINGS * roundoff * angle.abs()).clamp(max=2.0) * abs(config.table_scale)
+    cos, sin = angle.cos() * config.table_scale, angle.sin() * config.table_scale
+    relative = table.roundoff + 4.0 * acc.roundoff
+    cos_error, sin_error = (
+        turn + relative * (y.abs() + turn) + table.underflow + acc.flush for y in (cos, sin)
+    )
+
+    def total(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        a, b = pairs(x, config.interleaved)
+        return unpaired(a * cos + b * sin, b * cos + a * sin, config.interleaved)
+
+    a, b = pairs(x.mid, config.interleaved)
+    mid = unpaired(a * cos - b * sin, b * cos + a * sin, config.interleaved)
+    radius = total(x.radius, cos.abs(), sin.abs()) + total(x.size(), cos_error, sin_error)
+    rounding = 3.0 * acc.roundoff * total(x.size(), cos.abs() + cos_error, sin.abs() + sin_error)
+    return Ball(mid, (radius + rounding) * INFLATION + 4.0 * acc.flush)
+
+
+def rms_norm(x: Ball, weight: torch.Tensor, eps: float, gain: float, acc: Format) -> Ball:
+    """gain · weight · x / sqrt(mean x² + eps): the scale as an interval, then four products."""
+    size, width = x.size(), x.mid.shape[-1]
+    mean = x.mid.square().mean(-1, keepdim=True) + eps
+    error = (x.radius * (x.mid.abs() + size)).mean(-1, keepdim=True)
+    error = error + gamma(width + SPARE_ROUNDINGS, acc.roundoff) * (
+        size.square().mean(-1, keepdim=True) + eps
+    )
+    scale = mean.rsqrt()
+    above = (mean - error).clamp(min=eps / 2.0).rsqrt() - scale
+    spread = torch.maximum(above, scale - (mean + error).rsqrt())
+    factor = weight * gain
+    radius = x.radius * (scale + spread) + x.mid.abs() * spread
+    radius = radius + 8.0 * acc.roundoff * size * (scale + spread)
+    return Ball(x.mid * scale * factor, radius * factor.abs() * INFLATION + acc.flush)
+
+
+def layer(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
+    """Admissible ``out`` of a layer whose cache holds what ``inputs.kv_cache`` holds: the cache is a stage
+    cut.
+
+    Every step's result is rounded to the stage type, so it is known but for the elements next to a rounding
+    boundary, and the next step goes on from there.
+    """
+    config, dtype = inputs.config, inputs.hidden_states.dtype
+    q_nope, q_pe = _layer_queries(inputs, numerics)
+    h, p, c = config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank
+    per_head = inputs.weights["kv_b_proj.weight"].reshape(h, p + config.v_head_dim, c)
+    attention_inputs = AttentionInputs(
+        q_nope=q_nope.mid,
+        q_pe=q_pe.mid,
+        kv_cache=inputs.kv_cache,
+        block_table=inputs.block_table,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cache_seqlens=inputs.cache_seqlens,
+        w_uk=per_head[:, :p],
+        w_uv=per_head[:, p:],
+        max_seqlen_q=inputs.max_seqlen_q,
+        softmax_scale=config.softmax_scale,
+        cache_format=inputs.cache_format,
+        kv_scale=inputs.kv_scale,
+    )
+    out, _, ill = attended(attention_inputs, numerics, dtype, (q_nope.radius, q_pe.radius))
+    out = materialised(out, numerics.stage, dtype)
+    flat = Ball(out.mid.flatten(1), out.radius.flatten(1))
+    return {"out": Admissible(*_project(flat, inputs, "o_proj", numerics), dtype, ill)}
+
+
+def _project(x: Ball, inputs: Any, name: str, numerics: Numerics) -> Ball:
+    """One of the layer's projections, its bias included, before it is rounded."""
+    acc = accumulator(numerics, inputs.hidden_states.dtype)
+    out = linear(x, inputs.weights[f"{name}.weight"].double(), numerics, acc)
+    if f"{name}.bias" in inputs.weights:
+        mid = out.mid + inputs.weights[f"{name}.bias"].double()
+        out = Ball(mid, out.radius + 2.0 * acc.roundoff * (mid.abs() + out.radius))
+    return Ball(out.mid, out.radius * INFLATION)
+
+
+def _layer_queries(inputs: Any, numerics: Numerics) -> tuple[Ball, Ball]:
+    config, dtype = inputs.config, inputs.hidden_states.dtype
+    acc = accumulator(numerics, dtype)
+    x = _exactly(inputs.hidden_states)
+    if config.q_lora_rank is not None:
+        x = materialised(_project(x, inputs, "q_a_proj", numerics), numerics.stage, dtype)
+        weight = inputs.weights["q_a_layernorm.weight"].double()
+        x = rms_norm(x, weight, config.rms_norm_eps, config.q_lora_scale, acc)
+        x = materialised(x, numerics.stage, dtype)
+    name = "q_proj" if config.q_lora_rank is None else "q_b_proj"
+    x = materialised(_project(x, inputs, name, numerics), numerics.stage, dtype)
+    x = Ball(*(y.reshape(-1, config.num_heads, config.qk_head_dim) for y in x))
+    if config.llama4_beta:
+        steps = torch.div(inputs.positions, config.llama4_max_position, rounding_mode="floor")
+        growth = (1.0 + config.llama4_beta * torch.log1p(steps.double()))[:, None, None]
+        radius = x.radius * growth + (4.0 + numerics.log_error) * acc.roundoff * x.size() * growth
+        x = materialised(Ball(x.mid * growth, radius * INFLATION), numerics.stage, dtype)
+    p = config.qk_nope_head_dim
+    nope, pe = Ball(*(y[..., :p] for y in x)), Ball(*(y[..., p:] for y in x))
+    pe = rotation(pe, inputs.positions, config.rope, numerics, dtype)
+    return nope, materialised(pe, numerics.stage, dtype)
+
+
+def _exactly(x: torch.Tensor) -> Ball:
+    return Ball(x.double(), torch.zeros_like(x, dtype=torch.float64))
+
+
+def new_entries(inputs: Any, numerics: Numerics) -> tuple[Ball, Ball]:
+    """kv_c [t c] and k_pe [t r] that a ``cache_write`` or a ``layer`` stores, before they are encoded.
+
+    Encoders go through float32, so float64 channels are rounded twice.
+    """
+    if not hasattr(inputs, "hidden_states"):
+        return _by_way_of_float32(_exactly(inputs.kv_c)), _by_way_of_float32(_exactly(inputs.k_pe))
+    config, dtype = inputs.config, inputs.hidden_states.dtype
+    entry = _project(_exactly(inputs.hidden_states), inputs, "kv_a_proj_with_mqa", numerics)
+    entry = materialised(entry, numerics.stage, dtype)
+    c = config.kv_lora_rank
+    kv_c, k_pe = Ball(*(y[:, :c] for y in entry)), Ball(*(y[:, None, c:] for y in entry))
+    weight = inputs.weights["kv_a_layernorm.weight"].double()
+    acc = accumulator(numerics, dtype)
+    kv_c = materialised(
+        rms_norm(kv_c, weight, config.rms_norm_eps, config.kv_lora_scale, acc), numerics.stage, dtype
+    )
+    k_pe = materialised(rotation(k_pe, inputs.positions, config.rope, numerics, dtype), numerics.stage, dtype)
+    return _by_way_of_float32(kv_c), _by_way_of_float32(Ball(k_pe.mid[:, 0], k_pe.radius[:, 0]))
+
+
+def _by_way_of_float32(x: Ball) -> Ball:
+    wide = nearest(x.mid, torch.float32) == x.mid
+    return Ball(x.mid, x.radius + torch.where(wide, 0.0, 2.0**-24 * x.size()))
+
+
+class Part(NamedTuple):
+    """Some elements of stored entries: what they hold, what they may hold, and where they begin."""
+
+    name: str
+    got: torch.Tensor
+    want: Admissible
+    first: int
+
+
+# Tiled formats: the least scale, and whether scales are powers of two.
+TILE_SCALES = {"fp8_ds_mla": (2.0**-126, False), "fp8_ds_mla_pow2": (2.0**-13, True)}
+
+TILE = 128
+
+
+def stored_parts(
+    fmt: CacheFormat, stored: torch.Tensor, kv_c: Ball, k_pe: Ball, kv_scale: torch.Tensor
+) -> list[Part]:
+    """What entries [t e] of new tokens may hold: every code a nearest one, every scale its format's.
+
+    Quotients by a scale are taken in float32, by division or by a reciprocal: three roundings with that of
+    the value itself. Values beyond the largest finite code saturate.
+
+    Raises: ValueError if the format is none of those known here.
+    """
+    c = kv_c.mid.shape[1]
+    if fmt.name in TILE_SCALES:
+        return _tiled_parts(fmt, stored, kv_c, k_pe)
+    entry = Ball(*(torch.cat(part, dim=1) for part in zip(kv_c, k_pe, strict=True)))
+    if fmt.per_tensor_scale and stored.dtype == torch.float8_e4m3fn:
+        return [Part("entry", stored, _code(_quotient(entry, kv_scale.double()), stored.dtype), 0)]
+    if stored.dtype.is_floating_point and stored.shape[1] == c + k_pe.mid.shape[1]:
+        return [Part("entry", stored, _code(entry, stored.dtype), 0)]
+    raise ValueError(f"cache format {fmt.name}: how it stores is not known to the judge")
+
+
+def _code(x: Ball, dtype: torch.dtype) -> Admissible:
+    """The nearest finite values of a type."""
+    limit = torch.finfo(dtype).max
+    low, high = ((x.mid + sign * x.radius).clamp(-limit, limit) for sign in (-1.0, 1.0))
+    return Admissible((low + high) / 2.0, (high - low) / 2.0, dtype)
+
+
+def _quotient(x: Ball, scale: torch.Tensor) -> Ball:
+    mid = x.mid / scale
+    return Ball(mid, x.radius / scale + 3.0 * 2.0**-24 * mid.abs())
+
+
+def _tiled_parts(fmt: CacheFormat, stored: torch.Tensor, kv_c: Ball, k_pe: Ball) -> list[Part]:
+    """Codes, scales and rope channels of byte entries; a code is judged by the scale that was stored."""
+    floor, power = TILE_SCALES[fmt.name]
+    t, c = kv_c.mid.shape
+    num_tiles = c // TILE
+    scales_at, rope_at = c, c + 4 * num_tiles
+    tiles = Ball(*(y.reshape(t, num_tiles, TILE) for y in kv_c))
+    low, high = (tiles.mid.abs() - tiles.radius).amax(-1), tiles.size().amax(-1)
+    low, high = (
+        (amax / 448.0 * factor).clamp(min=floor)
+        for amax, factor in ((low, 1.0 - 3.0 * 2.0**-24), (high, 1.0 + 3.0 * 2.0**-24))
+    )
+    if power:
+        low, high = (torch.exp2(torch.ceil(torch.log2(y) - 2.0**-40)) for y in (low, high))
+    scale = stored[:, scales_at:rope_at].contiguous().view(torch.float32)
+    codes = stored[:, :c].contiguous().view(torch.float8_e4m3fn)
+    rope = stored[:, rope_at:].contiguous().view(torch.bfloat16)
+    quotient = _quotient(tiles, scale.double()[..., None])
+    quotient = Ball(*(y.reshape(t, c) for y in quotient))
+    return [
+        Part("scale", scale, Admissible((low + high) / 2.0, (high - low) / 2.0, torch.float32), scales_at),
+        Part("code", codes, _code(quotient, torch.float8_e4m3fn), 0),
+        Part("rope", rope, _code(k_pe, torch.bfloat16), rope_at),
+    ]
+
+
+# Problem name -> (inputs, numerics) -> what fields of its output may be. What a problem writes in place is
+# taken as it was written, and judged on its own.
+ADMISSIBLE: dict[str, Callable[[Any, Numerics], dict[str, Admissible]]] = {
+    "latent_attention": attention,
+    "attention": attention,
+    "paged_attention": attention,
+    "merge_states": merge_states,
+    "cache_gather": cache_gather,
+    "rope": rope,
+    "layer": layer,
+}

@@ -1,6 +1,7 @@
 """The one comparator: type, shape and device first, then masks, then every element against its own bound."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,11 @@ from oracles.verdict import Finding, Worst
 WORDS = {"h": "head", "n": "block", "k": "slot", "m": "column", "j": "key", "e": "element"}
 
 
-def within(name: str, got: torch.Tensor, want: Admissible, letters: str = "", inputs: Any = None) -> Finding:
+# The letters of a tensor's axes, or a function that words an index.
+Where = str | Callable[[tuple[int, ...]], str]
+
+
+def within(name: str, got: torch.Tensor, want: Admissible, where: Where = "", inputs: Any = None) -> Finding:
     """``got`` holds admissible values only.
 
     NaN is where the truth is NaN and nowhere else; an infinity is where the truth is infinite, or rounds to
@@ -32,11 +37,11 @@ def within(name: str, got: torch.Tensor, want: Admissible, letters: str = "", in
     ratio = torch.where(error == 0.0, 0.0, error / bound).nan_to_num(nan=math.inf)
     ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=math.nextafter(1.0, 2.0)))
     ratio = torch.where(value.isnan() & want.mid.isnan(), 0.0, ratio)
-    return _finding(name, got, inside, ratio, want.mid, bound, letters, inputs)
+    return _finding(name, got, inside, ratio, want.mid, bound, where, inputs)
 
 
 def identical(
-    name: str, got: torch.Tensor, want: torch.Tensor, letters: str = "", inputs: Any = None
+    name: str, got: torch.Tensor, want: torch.Tensor, where: Where = "", inputs: Any = None
 ) -> Finding:
     """``got`` and ``want`` are the same bytes, element for element; any NaN equals any NaN."""
     if reason := why_not_comparable(name, got, want, want.dtype):
@@ -49,7 +54,12 @@ def identical(
     if bool(same.all()):
         return Finding(ok=True, num_checked=got.numel())
     ratio = torch.where(same, 0.0, torch.inf).double()
-    return _finding(name, got, same, ratio, want.double(), torch.zeros_like(ratio), letters, inputs)
+    return _finding(name, got, same, ratio, want.double(), torch.zeros_like(ratio), where, inputs)
+
+
+def worst_of(findings: list[Finding]) -> Finding:
+    """The finding that speaks for all: a broken claim before a kept one, then the largest ratio."""
+    return max(findings, key=lambda finding: (not finding.ok, finding.worst.ratio if finding.worst else 0.0))
 
 
 def why_not_comparable(name: str, got: object, want: torch.Tensor, dtype: torch.dtype) -> str | None:
@@ -81,7 +91,7 @@ def _finding(
     ratio: torch.Tensor,
     want: torch.Tensor,
     bound: torch.Tensor,
-    letters: str,
+    where: Where,
     inputs: Any,
 ) -> Finding:
     num_bad = got.numel() - int(inside.sum())
@@ -94,7 +104,7 @@ def _finding(
         want=float(want[index]),
         bound=float(bound[index]),
         ratio=float(ratio[index]),
-        place=place(letters, index, inputs, got.dtype),
+        place=where(index) if callable(where) else place(where, index, inputs),
     )
     if not num_bad:
         return Finding(ok=True, worst=worst, num_checked=got.numel())
@@ -105,27 +115,24 @@ def _finding(
     return Finding(ok=False, detail=detail, worst=worst, num_bad=num_bad, num_checked=got.numel())
 
 
-def place(letters: str, index: tuple[int, ...], inputs: Any, dtype: torch.dtype) -> str:
+def place(letters: str, index: tuple[int, ...], inputs: Any) -> str:
     """An index in the problem's words: "request 1, query 0, head 3, channel 17"."""
-    if not letters and index:
+    if not letters:
         return f"index {list(index)}"
     at = dict(zip(letters.split(), index, strict=True))
-    words = []
-    for letter, i in at.items():
-        if letter == "t":
-            words.append(_token(i, inputs))
-        elif letter == "e" and dtype == torch.uint8:
-            words.append(f"byte {i}")
-        else:
-            words.append(f"{WORDS.get(letter, 'channel')} {i}")
+    words = [_word(letter, i, inputs) for letter, i in at.items()]
     if "n" in at and "k" in at and hasattr(inputs, "slot_mapping"):
         slot = at["n"] * inputs.kv_cache.shape[1] + at["k"]
         owner = (inputs.slot_mapping == slot).nonzero().flatten().tolist()
-        words.append(f"token {owner[0]}" if owner else "no token's")
-    return ", ".join(words) or "the whole"
+        words.append(f"token {owner[0]}" if owner else "no new token's")
+    return ", ".join(words)
 
 
-def _token(i: int, inputs: Any) -> str:
+def _word(letter: str, i: int, inputs: Any) -> str:
+    if letter == "e" and inputs.kv_cache.dtype == torch.uint8:
+        return f"byte {i}"
+    if letter != "t":
+        return f"{WORDS.get(letter, 'channel')} {i}"
     for field, word in (("cu_seqlens_q", "query"), ("cu_seqlens", "token")):
         if hasattr(inputs, field):
             for request, (start, stop) in enumerate(pairwise(getattr(inputs, field).tolist())):

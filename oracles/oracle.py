@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.problem import Problem
@@ -49,3 +51,32 @@ class Oracle:
 def rules() -> dict[str, Oracle]:
     """Every oracle by name."""
     return {oracle.name: oracle for oracle in scan("oracles.rules", "ORACLE").values()}
+
+
+def private_copy(inputs: Any) -> Any:
+    """The same inputs in memory of their own: strides, offsets and every byte between elements included.
+
+    Tensors that share memory share their copy.
+    """
+    storages: dict[int, torch.Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _clone(value, storages)
+        if isinstance(value, Mapping):
+            return {name: copied(x) for name, x in value.items()}
+        return value
+
+    return type(inputs)(*map(copied, inputs))
+
+
+def _clone(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    whole = storage_bytes(tensor)
+    storage = storages.setdefault(whole.data_ptr(), whole.clone()).untyped_storage()
+    empty = torch.tensor([], dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole memory that a tensor is a view of, as bytes."""
+    return torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

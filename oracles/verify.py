@@ -3,7 +3,7 @@
 import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mla_ref.numerics import Numerics
 from mla_ref.problem import Problem, problem
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.compare import why_not_comparable
-from oracles.oracle import Oracle, Trial, rules
+from oracles.oracle import Oracle, Trial, private_copy, rules
 from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict
 
 # Where backends live; reached by name, so that the judge imports none of them.
@@ -64,6 +64,10 @@ def oracles_for(contract: Problem, names: Iterable[str] | None = None) -> list[O
     return [judging[name] for name in wanted]
 
 
+class _Raised(Exception):
+    """The implementation on trial raised; whatever else is raised is a defect of the judge and propagates."""
+
+
 def judge(
     backend: Backend, case: Case, *, device: str = "cpu", oracles: Iterable[str] | None = None
 ) -> list[Verdict]:
@@ -79,7 +83,7 @@ def judge(
     variants = {DEFAULT: backend.fn, **backend.variants}
     status, reason = UNAVAILABLE, backend.requires(torch.device(device).type)
     if reason is None:
-        status, reason = UNSUPPORTED, backend.supports(case)
+        status, reason = UNSUPPORTED, contract.why_not(case) or backend.supports(case)
     if reason is not None:
         return [_verdict(status, backend, v, o, case, device, reason) for v in variants for o in wanted]
     return [
@@ -105,7 +109,10 @@ def _judge_variant(
         if given is inputs and runs:
             return runs[0][0]
         private = private_copy(given)
-        output = fn(*private)
+        try:
+            output = fn(*private)
+        except Exception as error:
+            raise _Raised(f"{type(error).__name__}: {_line(error)}") from error
         if given is inputs:
             runs.append((output, private))
         return output
@@ -114,6 +121,14 @@ def _judge_variant(
         run(inputs)
         return runs[0][1]
 
+    def expected() -> Mapping[str, Admissible]:
+        if contract.name not in ADMISSIBLE:
+            return {}
+        if not contract.writes:
+            return _expected(case, device, backend.numerics)
+        written = {name: getattr(left(), name) for name in contract.writes}
+        return ADMISSIBLE[contract.name](inputs._replace(**written), backend.numerics)
+
     trial = Trial(
         run=run,
         inputs=inputs,
@@ -121,7 +136,7 @@ def _judge_variant(
         backend=backend,
         problem=contract,
         left=left,
-        expected=lambda: _expected(case, device, backend.numerics),
+        expected=cache(expected),
     )
     return [_check(trial, oracle, variant, device) for oracle in wanted]
 
@@ -135,8 +150,8 @@ def _check(trial: Trial, oracle: Oracle, variant: str, device: str) -> Verdict:
         else:
             finding = oracle.check(trial)
         status = PASS if finding.ok else FAIL
-    except Exception as error:
-        status, finding = ERROR, Finding(ok=False, detail=f"{type(error).__name__}: {_line(error)}")
+    except _Raised as error:
+        status, finding = ERROR, Finding(ok=False, detail=str(error))
     seconds = time.perf_counter() - start
     return _verdict(
         status, trial.backend, variant, oracle, trial.case, device, finding.detail, finding, seconds
@@ -178,21 +193,14 @@ def why_malformed(trial: Trial, output: Any) -> str | None:
         return f"output: is {what}, must be ({', '.join(fields)})"
     expected = trial.expected()
     for name, tensor in zip(fields, output, strict=True):
-        if reason := why_not_comparable(name, tensor, expected[name].mid, expected[name].dtype):
+        if name in expected:
+            reason = why_not_comparable(name, tensor, expected[name].mid, expected[name].dtype)
+        else:  # written in place
+            given = getattr(trial.inputs, name)
+            reason = why_not_comparable(name, tensor, given, given.dtype)
+        if reason is not None:
             return reason
     return None
-
-
-def private_copy(inputs: Any) -> Any:
-    """The same inputs in memory of their own: strides, offsets and every byte between elements included."""
-    return type(inputs)(*(_clone(x) if isinstance(x, torch.Tensor) else x for x in inputs))
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    whole = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    storage = whole.clone().untyped_storage()
-    empty = torch.tensor([], dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _line(error: BaseException) -> str:

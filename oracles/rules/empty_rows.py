@@ -26,4 +26,9 @@ def check(trial: Trial) -> Finding:
     return identical("out", out.abs(), torch.zeros_like(out), shapes["out"], trial.inputs)
 
 
-ORACLE = Oracle(name="empty_rows", check=check, problems=("latent_attention", "attention"), kills=())
+ORACLE = Oracle(
+    name="empty_rows",
+    check=check,
+    problems=("latent_attention", "attention", "paged_attention", "merge_states"),
+    kills=(),
+)

@@ -17,4 +17,9 @@ def check(trial: Trial) -> Finding:
     return within("lse", trial.run(trial.inputs).lse, expected, shapes["lse"], trial.inputs)
 
 
-ORACLE = Oracle(name="lse", check=check, problems=("latent_attention", "attention"), kills=())
+ORACLE = Oracle(
+    name="lse",
+    check=check,
+    problems=("latent_attention", "attention", "paged_attention", "merge_states"),
+    kills=(),
+)

@@ -1,0 +1,50 @@
+"""What is written into the cache, and what is not.
+
+Claim: each new token's slot holds its channels as the format stores them, every code a nearest one; every
+    other byte of the pool, gaps and padding included, is what it was; and the cache returned is the one
+    given.
+Why: a token in the wrong slot, or a byte of a neighbour, is read by another request.
+Exact or bounded: codes are exact up to the roundings before them, bytes outside are exact.
+Kills: slots off by one, a negative slot that wraps around, missing saturation, a foreign scale.
+"""
+
+from oracles.bounds import Ball, Part, new_entries, stored_parts
+from oracles.compare import identical, place, within, worst_of
+from oracles.oracle import Oracle, Trial, private_copy, storage_bytes
+from oracles.verdict import Finding
+
+
+def check(trial: Trial) -> Finding:
+    """Bytes outside of the slots, then the entries in them."""
+    inputs, after = trial.inputs, trial.left().kv_cache
+    tokens = (inputs.slot_mapping >= 0).nonzero().flatten()
+    slot, block_size = inputs.slot_mapping[tokens], after.shape[1]
+    block, offset = slot // block_size, slot % block_size
+    stored = after[block, offset]
+    want = private_copy(inputs).kv_cache
+    want[block, offset] = stored
+    outside = [
+        identical("kv_cache", after, want, "n k e", inputs),
+        identical("kv_cache's storage", storage_bytes(after), storage_bytes(want)),
+        identical("kv_cache", trial.run(inputs).kv_cache, after, "n k e", inputs),
+    ]
+    if not all(finding.ok for finding in outside) or not len(tokens):
+        return worst_of(outside)
+    kv_c, k_pe = (Ball(x.mid[tokens], x.radius[tokens]) for x in new_entries(inputs, trial.backend.numerics))
+
+    def judge(part: Part) -> Finding:
+        step = part.got.element_size() // after.element_size()
+
+        def where(index: tuple[int, ...]) -> str:
+            row, column = index
+            element = int(block[row]), int(offset[row]), part.first + column * step
+            return place("n k e", element, inputs)
+
+        return within(f"kv_cache's {part.name}", part.got, part.want, where)
+
+    return worst_of(
+        [judge(part) for part in stored_parts(inputs.cache_format, stored, kv_c, k_pe, inputs.kv_scale)]
+    )
+
+
+ORACLE = Oracle(name="stored", check=check, problems=("cache_write", "layer"), kills=())

@@ -2,8 +2,8 @@
 
 A question that both runs answer alike carries no information about their difference, so everything here but
 ``stderr`` and ``unpaired_…`` works on the discordant ones: ``lost`` (the baseline is right, the candidate
-wrong) and ``won`` (the reverse), out of ``n``. The loss is (lost - won) / n. ``churn`` is the share of questions
-that flip without any loss, half of them each way: what two equally good kernels do to each other.
+wrong) and ``won`` (the reverse), out of ``n``. The loss is (lost - won) / n. ``churn`` is the share of
+questions that flip without any loss, half of them each way: what two equally good kernels do to each other.
 """
 
 import functools

@@ -1,0 +1,1 @@
+"""How the two committed checkpoints were made: tokenizer, corpus, model and loop."""

@@ -42,6 +42,13 @@ def size(text: str) -> int:
     return int(Fraction(match[1]) * UNITS[match[2] or ""])
 
 
+def share(text: str) -> Fraction:
+    """An exact share: "0.9". Raises: ValueError that shows the text."""
+    if not re.fullmatch(r"0?\.\d+|1(\.0*)?", text):
+        raise ValueError(f"utilization {text!r} is no number from 0 to 1, such as 0.9")
+    return Fraction(text)
+
+
 def gpu_bytes(name: str) -> int:
     """Memory of a known card, of this machine's own ("cuda", "cuda:1"), or as a size."""
     if name in GPUS:
@@ -81,7 +88,7 @@ def _setting(
     """What fits. ``--compare`` and further options put a changed setting beside the one before it."""
     model = find_preset(preset) if config is None else MLAConfig.from_hf(config)
     card = Device(
-        total=gpu_bytes(gpu), utilization=Fraction(utilization), weights=size(weights), other=size(other)
+        total=gpu_bytes(gpu), utilization=share(utilization), weights=size(weights), other=size(other)
     )
     setting = Setting(
         config=model,

@@ -516,7 +516,7 @@ def _finish(ball: Ball, rows: Rows) -> Ball:
 
 def merge_states(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
     """Admissible ``out`` and ``lse`` of ``merge_states``: attention whose keys are the states."""
-    query, (num_states, t, h) = inputs.outs.dtype, inputs.lses.shape
+    query, (num_states, t, h, v) = inputs.outs.dtype, inputs.outs.shape
     rows = merged(inputs.outs, inputs.lses)
     declared = replace(numerics, max_splits=max(numerics.max_splits, num_states))
     shared = _shared(rows, torch.zeros_like(rows.scores), declared, query)
@@ -526,7 +526,7 @@ def merge_states(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
     radius = _mixed_radius(mixture, mixture.mass, mixture.mass, absolute, rows.out, shared, declared, query)
     out, lse = _finish(Ball(rows.out, radius), rows), Ball(rows.lse, _lse_radius(rows, shared))
     return {
-        "out": Admissible(out.mid.reshape(t, h, -1), out.radius.reshape(t, h, -1), query),
+        "out": Admissible(out.mid.reshape(t, h, v), out.radius.reshape(t, h, v), query),
         "lse": Admissible(lse.mid.reshape(t, h), lse.radius.reshape(t, h), torch.float32),
     }
 

@@ -1,0 +1,288 @@
+"""Who works on which keys: a schedule made on the GPU, and the merge of the tiles that it splits.
+
+A *tile* is up to ``span`` rows (query tokens times heads) of one request. Its work is its request's keys in
+pairs of blocks, 128 keys. The machine is ``parts`` equal workers. An *item* is a run of pairs of one tile
+on one part; a tile on more than one part is *split*: its items write partial results to consecutive slots,
+and ``merge_kernel`` adds them up. Lengths stay on the GPU, so a captured graph may be replayed with others.
+
+Item fields: request, first pair, end pair, slot (-1: not split), first row (global), rows from there to the
+request's end, cached tokens, first row (in its request), keys that the request's first query sees.
+Merge fields: first row (global), rows, first slot, number of slots.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+PAIR_KEYS = 128
+ITEM_FIELDS = 9
+MERGE_FIELDS = 4
+
+PAIR: tl.constexpr = tl.constexpr(PAIR_KEYS)
+ITEM: tl.constexpr = tl.constexpr(ITEM_FIELDS)
+MERGE: tl.constexpr = tl.constexpr(MERGE_FIELDS)
+
+# Costs in half pairs: an item's fixed part (query, drained pipeline, output); what splitting must save to
+# pay for the partial results and their merge; and the shortest piece of a tile worth a part of its own, in
+# pairs.
+OVERHEAD: tl.constexpr = tl.constexpr(2)
+SPLIT_COST: tl.constexpr = tl.constexpr(8)
+SHORTEST: tl.constexpr = tl.constexpr(2)
+
+# One compilation for every batch of about this size, wherever its tables lie.
+LENGTHS = ["b", "H", "parts", "span"]
+TABLES = ["cu_seqlens_q", "cache_seqlens", "ends", "items", "offsets", "merges", "num_merges"]
+
+SEARCH: tl.constexpr = tl.constexpr(64)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _pairs_of(kv_len):
+    """Pairs of a request; one even without a key, because someone must write its rows."""
+    return tl.maximum((kv_len + PAIR - 1) // PAIR, 1)
+
+
+@triton.jit
+def _request_of(ends, b_x, b):
+    """[P] Which request owns unit b_x; ends [b] are inclusive running sums; b past the last."""
+    b_count = tl.zeros_like(b_x)
+    for j in range(0, b, SEARCH):
+        o = j + tl.arange(0, SEARCH)
+        b_end = tl.load(ends + o, mask=o < b, other=2147483647)
+        b_count += tl.sum((b_end[None, :] <= b_x[:, None]).to(tl.int32), 1)
+    return b_count
+
+
+@triton.jit
+def _cut(b_x, cost_ends, tile_ends, cache_seqlens, b):
+    """[P] Which request owns unit b_x; ends [b]: inclusive running sums; b past the last unit."""
+    i_request = _request_of(cost_ends, b_x, b)
+    m = i_request < b
+    m_before = m & (i_request > 0)
+    b_pairs = _pairs_of(tl.load(cache_seqlens + i_request, mask=m, other=0))
+    b_cost = 2 * b_pairs + OVERHEAD
+    b_rest = b_x - tl.load(cost_ends + i_request - 1, mask=m_before, other=0)
+    b_tile = tl.load(tile_ends + i_request - 1, mask=m_before, other=0)
+    b_last = tl.load(tile_ends + b - 1)
+    b_tile = tl.where(m, b_tile + b_rest // b_cost, b_last)
+    b_pair = tl.maximum(b_rest % b_cost - OVERHEAD, 0) // 2
+    b_pair = tl.where(m & (b_pair >= SHORTEST), b_pair, 0)
+    m_next = (b_pair > 0) & (b_pairs - b_pair < SHORTEST)
+    return tl.where(m_next, b_tile + 1, b_tile), tl.where(m_next, 0, b_pair)
+
+
+@triton.jit
+def _cost_before(b_tile, cost_ends, tile_ends, cache_seqlens, b):
+    """[P] Cumulated cost of the tiles before b_tile."""
+    i_request = _request_of(tile_ends, b_tile, b)
+    m = i_request < b
+    m_before = i_request > 0
+    b_cost = 2 * _pairs_of(tl.load(cache_seqlens + i_request, mask=m, other=0)) + OVERHEAD
+    b_first = tl.load(tile_ends + i_request - 1, mask=m_before, other=0)
+    return (
+        tl.load(cost_ends + i_request - 1, mask=m_before, other=0) + tl.where(m, b_tile - b_first, 0) * b_cost
+    )
+
+
+@triton.jit
+def _store_item(
+    items, i_item, m, i_request, first, last, slot, row_in_request, cu_seqlens_q, cache_seqlens, H
+):
+    """Write one record a lane; returns its first global row and the rows from there to the request's end."""
+    b_begin = tl.load(cu_seqlens_q + i_request, mask=m, other=0)
+    b_end = tl.load(cu_seqlens_q + i_request + 1, mask=m, other=0)
+    b_len = tl.load(cache_seqlens + i_request, mask=m, other=0)
+    p = items + i_item * ITEM
+    row = b_begin * H + row_in_request
+    num_rows = (b_end - b_begin) * H - row_in_request
+    tl.store(p, i_request, mask=m)
+    tl.store(p + 1, first, mask=m)
+    tl.store(p + 2, last, mask=m)
+    tl.store(p + 3, slot, mask=m)
+    tl.store(p + 4, row, mask=m)
+    tl.store(p + 5, num_rows, mask=m)
+    tl.store(p + 6, b_len, mask=m)
+    tl.store(p + 7, row_in_request, mask=m)
+    tl.store(p + 8, b_len - (b_end - b_begin) + 1, mask=m)
+    return row, num_rows
+
+
+@triton.jit
+def _store_merge(merges, i_merge, m, row, num_rows, slot, num_slots):
+    p = merges + i_merge * MERGE
+    tl.store(p, row, mask=m)
+    tl.store(p + 1, num_rows, mask=m)
+    tl.store(p + 2, slot, mask=m)
+    tl.store(p + 3, num_slots, mask=m)
+
+
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=TABLES)
+def schedule_kernel(
+    cu_seqlens_q, cache_seqlens, ends, items, offsets, merges, num_merges, b, H, parts, span,
+    B: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Equal cost for every part, cut inside tiles; or whole tiles, where that is about as fast.
+
+    One program. ends [2 B]: scratch. offsets [parts + 1]: part i does items offsets[i] … offsets[i + 1] - 1.
+    """
+    gdc_wait()
+    o_b = tl.arange(0, B)
+    m_b = o_b < b
+    b_begin = tl.load(cu_seqlens_q + o_b, mask=m_b, other=0)
+    b_end = tl.load(cu_seqlens_q + o_b + 1, mask=m_b, other=0)
+    b_pairs = _pairs_of(tl.load(cache_seqlens + o_b, mask=m_b, other=0))
+    b_tiles = ((b_end - b_begin) * H + span - 1) // span
+    b_cost = b_tiles * (2 * b_pairs + OVERHEAD)
+    num_tiles = tl.sum(b_tiles)
+    cost = tl.sum(b_cost)
+    tile_ends = ends
+    cost_ends = ends + B
+    tl.store(tile_ends + o_b, tl.cumsum(b_tiles), mask=m_b)
+    tl.store(cost_ends + o_b, tl.cumsum(b_cost), mask=m_b)
+    tl.debug_barrier()
+
+    o_p = tl.arange(0, P)
+    share = (cost + parts - 1) // parts
+    whole = (num_tiles + parts - 1) // parts
+    b_first = tl.minimum(o_p * whole, num_tiles)
+    b_next = tl.minimum(b_first + whole, num_tiles)
+    b_load = _cost_before(b_next, cost_ends, tile_ends, cache_seqlens, b) - _cost_before(
+        b_first, cost_ends, tile_ends, cache_seqlens, b
+    )
+    m_p = o_p < parts
+    if tl.max(tl.where(m_p, b_load, 0)) <= share + SPLIT_COST:
+        b_pair = tl.zeros_like(o_p)
+        b_last_pair = tl.zeros_like(o_p)
+    else:
+        b_first, b_pair = _cut(tl.minimum(o_p * share, cost), cost_ends, tile_ends, cache_seqlens, b)
+        b_next, b_last_pair = _cut(
+            tl.minimum((o_p + 1) * share, cost), cost_ends, tile_ends, cache_seqlens, b
+        )
+
+    m_same = b_first == b_next
+    b_items = tl.where(m_same, b_last_pair > b_pair, b_next - b_first + (b_last_pair > 0)).to(tl.int32)
+    b_items = tl.where(m_p, b_items, 0)
+    b_slots = tl.where(m_same, 1, (b_pair > 0).to(tl.int32) + (b_last_pair > 0).to(tl.int32))
+    b_slots = tl.where(b_items > 0, b_slots, 0)
+    b_offset = tl.cumsum(b_items) - b_items
+    b_slot = tl.cumsum(b_slots) - b_slots
+    tl.store(offsets + o_p, b_offset, mask=o_p <= parts)
+    # The part on which a split tile begins; how many parts begin inside that tile.
+    m_split = (b_items > 0) & (b_last_pair > 0) & ~(m_same & (b_pair > 0))
+    b_merge = tl.cumsum(m_split.to(tl.int32)) - m_split.to(tl.int32)
+    m_inside = (b_next[:, None] == b_first[None, :]) & ((b_pair > 0) & (b_items > 0))[None, :]
+    b_inside = tl.sum(m_inside.to(tl.int32), 1)
+    tl.store(num_merges, tl.sum(m_split.to(tl.int32)))
+    for j in range(tl.max(b_items)):
+        m = j < b_items
+        b_tile = b_first + j
+        i_request = _request_of(tile_ends, b_tile, b)
+        m &= i_request < b
+        b_before = tl.load(tile_ends + i_request - 1, mask=m & (i_request > 0), other=0)
+        b_pairs_here = _pairs_of(tl.load(cache_seqlens + i_request, mask=m, other=0))
+        first = tl.where(j == 0, b_pair, 0)
+        last = tl.where(b_tile == b_next, b_last_pair, b_pairs_here)
+        m_open = last < b_pairs_here
+        slot = tl.where(first > 0, b_slot, tl.where(m_open, b_slot + b_slots - 1, -1))
+        row, num_rows = _store_item(
+            items, b_offset + j, m, i_request, first, last, slot, (b_tile - b_before) * span, cu_seqlens_q,
+            cache_seqlens, H,
+        )  # fmt: skip
+        _store_merge(merges, b_merge, m & m_split & (first == 0) & m_open, row, num_rows, slot, b_inside + 1)
+    gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=TABLES)
+def fixed_schedule_kernel(
+    cu_seqlens_q, cache_seqlens, ends, items, offsets, merges, num_merges, b, H, parts, span,
+    B: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Every tile cut at the same multiples of CHUNK pairs, whatever else is in the batch.
+
+    One program; as ``schedule_kernel``, but which sums are formed depends on nothing but a request's own
+    length.
+    """
+    gdc_wait()
+    o_b = tl.arange(0, B)
+    m_b = o_b < b
+    b_begin = tl.load(cu_seqlens_q + o_b, mask=m_b, other=0)
+    b_end = tl.load(cu_seqlens_q + o_b + 1, mask=m_b, other=0)
+    b_pieces = (_pairs_of(tl.load(cache_seqlens + o_b, mask=m_b, other=0)) + CHUNK - 1) // CHUNK
+    b_tiles = ((b_end - b_begin) * H + span - 1) // span
+    num_items = tl.sum(b_tiles * b_pieces)
+    item_ends = ends
+    merge_ends = ends + B
+    b_merges = tl.where(b_pieces > 1, b_tiles, 0)
+    tl.store(item_ends + o_b, tl.cumsum(b_tiles * b_pieces), mask=m_b)
+    tl.store(merge_ends + o_b, tl.cumsum(b_merges), mask=m_b)
+    tl.store(num_merges, tl.sum(b_merges))
+    tl.debug_barrier()
+    o_p = tl.arange(0, P)
+    per_part = (num_items + parts - 1) // parts
+    tl.store(offsets + o_p, tl.minimum(o_p * per_part, num_items), mask=o_p <= parts)
+    for j in range(0, num_items, P):
+        i_item = j + o_p
+        i_request = _request_of(item_ends, i_item, b)
+        m = i_request < b
+        m_before = m & (i_request > 0)
+        b_rest = i_item - tl.load(item_ends + i_request - 1, mask=m_before, other=0)
+        b_pairs = _pairs_of(tl.load(cache_seqlens + i_request, mask=m, other=0))
+        b_num = (b_pairs + CHUNK - 1) // CHUNK
+        i_tile = b_rest // b_num
+        first = b_rest % b_num * CHUNK
+        slot = tl.where(b_num > 1, i_item, -1)
+        row, num_rows = _store_item(
+            items, i_item, m, i_request, first, tl.minimum(first + CHUNK, b_pairs), slot, i_tile * span,
+            cu_seqlens_q, cache_seqlens, H,
+        )  # fmt: skip
+        i_merge = tl.load(merge_ends + i_request - 1, mask=m_before, other=0) + i_tile
+        _store_merge(merges, i_merge, m & (b_num > 1) & (first == 0), row, num_rows, slot, b_num)
+    gdc_launch_dependents()
+
+
+@triton.jit(do_not_specialize_on_alignment=["merges", "num_merges"])
+def merge_kernel(
+    out, lse, partial_out, partial_lse, merges, num_merges, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """out and lse of split tiles from their partial results.
+
+    Grid: (merges · SPAN / ROWS, WIDTH / COLUMNS). A program owns ROWS rows by COLUMNS columns of one tile.
+    Partial outputs are normalised; their logarithms are base 2. Weights and sums are float32, SPLITS
+    partial rows at a time, in the order of the slots.
+    """
+    gdc_wait()
+    i_merge = tl.program_id(0) // (SPAN // ROWS)
+    if i_merge < tl.load(num_merges):
+        i_first = tl.program_id(0) % (SPAN // ROWS) * ROWS
+        row = tl.load(merges + i_merge * MERGE)
+        num_rows = tl.minimum(tl.load(merges + i_merge * MERGE + 1), SPAN)
+        slot = tl.load(merges + i_merge * MERGE + 2).to(tl.int64)
+        num_slots = tl.load(merges + i_merge * MERGE + 3)
+        o_col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        for i_row in range(i_first, tl.minimum(i_first + ROWS, num_rows)):
+            b_max = float("-inf")
+            for j in range(0, num_slots, SPLITS):
+                o_s = j + tl.arange(0, SPLITS)
+                m_s = o_s < num_slots
+                b_lse = tl.load(partial_lse + (slot + o_s) * SPAN + i_row, mask=m_s, other=float("-inf"))
+                b_max = tl.maximum(b_max, tl.max(b_lse, 0))
+            b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
+            b_sum = 0.0
+            b_o = tl.zeros([COLUMNS], tl.float32)
+            for j in range(0, num_slots, SPLITS):
+                o_s = j + tl.arange(0, SPLITS)
+                m_s = o_s < num_slots
+                b_lse = tl.load(partial_lse + (slot + o_s) * SPAN + i_row, mask=m_s, other=float("-inf"))
+                p_o = partial_out + ((slot + o_s) * SPAN + i_row)[:, None] * WIDTH + o_col[None, :]
+                b_part = tl.load(p_o, mask=m_s[:, None], other=0.0)
+                b_weight = tl.exp2(b_lse - b_max)
+                b_sum += tl.sum(b_weight, 0)
+                b_o += tl.sum(b_part * b_weight[:, None], 0)
+            b_one = tl.where(b_sum == 0.0, 1.0, b_sum)
+            p_out = out + (row + i_row).to(tl.int64) * WIDTH + o_col
+            tl.store(p_out, (b_o / b_one).to(out.dtype.element_ty))
+            if tl.program_id(1) == 0:
+                b_total = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_one)) * LN_2)
+                tl.store(lse + row + i_row, b_total)

@@ -1,0 +1,319 @@
+"""Decode on Hopper GPUs: TMA, wgmma and three specialised warpgroups, written in Gluon.
+
+Contract: 512 latent and 64 rope channels, a bf16 or fp16 cache of the query's type, block sizes 16, 32 and
+multiples of 64, any number of heads, any ragged mix of query lengths. Entry and block strides and the
+storage offset must be multiples of 16 bytes, which the copy engine demands; the cache is never copied.
+Queries whose rows are not evenly spaced (or not aligned) are.
+
+``plan`` is the part of a call that depends on lengths alone. It runs on the GPU, never waits, and one plan
+serves every layer of a step: ``attend(plan(...), ...)``.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from mla_ref.backend import Backend
+from mla_ref.case import Case
+from mla_ref.formats import CacheFormat, cache_format
+from mla_ref.numerics import INPUT, Numerics
+from mla_ref.problem import AttentionOutput, implements
+from mla_ref.problems.latent_attention import PROBLEM
+
+LATENT, ROPE = 512, 64
+BLOCK = 64  # keys of a block, rows of a lane
+MAX_LANES = 4
+CHUNK_PAIRS = 64  # of 128 keys: where the batch-invariant schedule cuts
+ALIGNMENT = 16  # bytes, of every address and stride that TMA sees
+FORMATS = {"bf16": "bfloat16", "fp16": "float16"}
+LOG2_E = 1.4426950408889634
+
+
+class Plan(NamedTuple):
+    """Which part of the GPU works on which keys. Fields are described in ``_split_schedule``.
+
+    lanes: row blocks of 64 that one tile has, each on an SM of its own. chunk: 0, or the fixed cut in pairs.
+    """
+
+    items: torch.Tensor
+    offsets: torch.Tensor
+    merges: torch.Tensor
+    num_merges: torch.Tensor
+    parts: int
+    lanes: int
+    num_slots: int
+    chunk: int
+
+
+def plan(
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    num_tokens: int,
+    num_heads: int,
+    max_kv_len: int,
+    batch_invariant: bool = False,
+) -> Plan:
+    """The schedule of a batch whose lengths are on the GPU.
+
+    num_tokens: query rows of the batch. max_kv_len: no cached length exceeds it (block-table columns times
+    block size will do). batch_invariant: a request's sums never depend on the rest of the batch.
+    """
+    device = cu_seqlens_q.device
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return plan_for(
+        num_sms,
+        cu_seqlens_q,
+        cache_seqlens,
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        max_kv_len=max_kv_len,
+        batch_invariant=batch_invariant,
+    )
+
+
+def plan_for(
+    num_sms: int,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    num_tokens: int,
+    num_heads: int,
+    max_kv_len: int,
+    batch_invariant: bool,
+) -> Plan:
+    """``plan`` for a GPU with ``num_sms`` multiprocessors."""
+    import triton
+
+    from mla_fast import _split_schedule as schedule
+
+    b, device = cache_seqlens.shape[0], cache_seqlens.device
+    num_rows = num_tokens * num_heads
+    # Lanes by the mean request: with a longer one the machine is only less even, with a shorter one lanes
+    # idle.
+    row_blocks = max(1, -(-num_rows // (BLOCK * b)))
+    lanes = -(-row_blocks // -(-row_blocks // MAX_LANES))
+    parts = max(1, num_sms // lanes)
+    span = lanes * BLOCK
+    max_tiles = b + num_rows // span
+    chunk = CHUNK_PAIRS if batch_invariant else 0
+    if chunk:
+        max_pieces = max(1, -(-max_kv_len // (chunk * schedule.PAIR_KEYS)))
+        max_items = max_tiles * max_pieces
+        max_merges, num_slots = (max_tiles, max_items) if max_pieces > 1 else (0, 0)
+    else:
+        max_items = max_tiles + parts
+        max_merges, num_slots = min(max_tiles, parts - 1), 2 * parts
+    size_b, size_p = triton.next_power_of_2(max(b, 16)), triton.next_power_of_2(parts + 1)
+    sizes = (max_items * schedule.ITEM_FIELDS, parts + 1, max_merges * schedule.MERGE_FIELDS, 1, 2 * size_b)
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    items, offsets, merges, num_merges, ends = torch.split(memory, list(sizes))
+    arguments = (
+        cu_seqlens_q, cache_seqlens, ends, items, offsets, merges, num_merges, b, num_heads, parts, span,
+        size_b, size_p,
+    )  # fmt: skip
+    if chunk:
+        schedule.fixed_schedule_kernel[(1,)](*arguments, chunk, num_warps=8, launch_pdl=True)
+    else:
+        schedule.schedule_kernel[(1,)](*arguments, num_warps=8, launch_pdl=True)
+    return Plan(items, offsets, merges, num_merges, parts, lanes, num_slots, chunk)
+
+
+def attend(
+    schedule: Plan,
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+) -> AttentionOutput:
+    """Attention of one layer under a plan; the other arguments are ``LatentAttentionInputs``'s."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from mla_fast._gluon_decode_kernel import mla_decode_kernel
+    from mla_fast._split_schedule import merge_kernel
+
+    t, h, _ = ql_nope.shape
+    n, block_size, width = kv_cache.shape
+    device = ql_nope.device
+    dtype = gl.bfloat16 if ql_nope.dtype == torch.bfloat16 else gl.float16
+    span = schedule.lanes * BLOCK
+    out = torch.empty(t, h, LATENT, dtype=ql_nope.dtype, device=device)
+    lse = torch.empty(t, h, dtype=torch.float32, device=device)
+    partial_out = torch.empty(schedule.num_slots * span * LATENT, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(schedule.num_slots * span, dtype=torch.float32, device=device)
+
+    def query(rows: torch.Tensor, columns: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for([BLOCK, columns], dtype)
+        return TensorDescriptor.from_tensor(rows, [BLOCK, columns], layout)
+
+    def cache(columns: int) -> TensorDescriptor:
+        box = [1, min(BLOCK, block_size), columns]
+        layout = gl.NVMMASharedLayout.get_default_for([1, BLOCK, columns], dtype)
+        return TensorDescriptor(kv_cache, [n, block_size, width], list(kv_cache.stride()), box, layout)
+
+    mla_decode_kernel[(schedule.parts * schedule.lanes,)](
+        query(_rows(ql_nope), 256),
+        query(_rows(q_pe), ROPE),
+        cache(256),
+        cache(ROPE),
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        block_table,
+        schedule.items,
+        schedule.offsets,
+        block_table.stride(0),
+        h,
+        softmax_scale * LOG2_E,
+        0,
+        block_size,
+        schedule.lanes,
+        num_warps=4,
+        maxnreg=168,
+        launch_pdl=True,
+    )
+    max_merges = schedule.merges.shape[0] // 4
+    if max_merges:
+        few = max_merges * span <= 1024 and not schedule.chunk
+        columns, rows, splits = (64, 1, 64) if few else (LATENT, 8, 8)
+        merge_kernel[(max_merges * span // rows, LATENT // columns)](
+            out, lse, partial_out, partial_lse, schedule.merges, schedule.num_merges, LATENT, columns, rows,
+            span, splits, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+    return AttentionOutput(out, lse)
+
+
+def _rows(query: torch.Tensor) -> torch.Tensor:
+    """[t h d] as rows [t·h d] that TMA can address; a copy where they are unevenly spaced or unaligned."""
+    t, h, d = query.shape
+    step = query.stride(1)
+    even = query.stride(2) == 1 and (t == 1 or query.stride(0) == h * step)
+    if not even or step * query.itemsize % ALIGNMENT or query.data_ptr() % ALIGNMENT:
+        query = query.contiguous()
+        step = d
+    return query.as_strided((t * h, d), (step, 1))
+
+
+def why_not_strides(kv_cache: torch.Tensor) -> str | None:
+    """Why TMA cannot address this cache, or None."""
+    size = kv_cache.itemsize
+    for name, value in (
+        ("block stride", kv_cache.stride(0) * size),
+        ("entry stride", kv_cache.stride(1) * size),
+        ("address", kv_cache.data_ptr()),
+    ):
+        if value % ALIGNMENT:
+            return f"kv_cache: {name} is {value} bytes, must be a multiple of {ALIGNMENT}"
+    if kv_cache.stride(2) != 1:
+        return f"kv_cache: channel stride is {kv_cache.stride(2)}, must be 1"
+    return None
+
+
+def why_not_block_size(block_size: int) -> str | None:
+    """Why blocks of this size cannot be copied in whole boxes, or None."""
+    if block_size in (16, 32) or block_size % BLOCK == 0:
+        return None
+    return f"block size {block_size}, needs 16, 32 or a multiple of {BLOCK}"
+
+
+def _gluon_decode(batch_invariant: bool) -> Callable[..., AttentionOutput]:
+    def decode(
+        ql_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        max_seqlen_q: int,
+        softmax_scale: float,
+        cache_format: CacheFormat,
+        kv_scale: torch.Tensor,
+    ) -> AttentionOutput:
+        t, h, c = ql_nope.shape
+        if (c, q_pe.shape[2]) != (LATENT, ROPE):
+            raise ValueError(f"ql_nope, q_pe: {c} and {q_pe.shape[2]} channels, must be {LATENT} and {ROPE}")
+        if cache_format.name not in FORMATS or kv_cache.dtype != ql_nope.dtype:
+            raise ValueError(
+                f"kv_cache: {cache_format.name} with {ql_nope.dtype} queries, must be the same type"
+            )
+        if softmax_scale <= 0:
+            raise ValueError(f"softmax_scale: is {softmax_scale}, must be positive")
+        if reason := why_not_strides(kv_cache) or why_not_block_size(kv_cache.shape[1]):
+            raise ValueError(reason)
+        if t == 0:
+            return AttentionOutput(torch.empty_like(ql_nope), ql_nope.new_empty((t, h), dtype=torch.float32))
+        schedule = plan(
+            cu_seqlens_q,
+            cache_seqlens,
+            num_tokens=t,
+            num_heads=h,
+            max_kv_len=block_table.shape[1] * kv_cache.shape[1],
+            batch_invariant=batch_invariant,
+        )
+        return attend(schedule, ql_nope, q_pe, kv_cache, block_table, softmax_scale)
+
+    return decode
+
+
+gluon_decode = implements(PROBLEM, values=False)(_gluon_decode(batch_invariant=False))
+batch_invariant = implements(PROBLEM, values=False)(_gluon_decode(batch_invariant=True))
+
+
+@functools.cache
+def requires(device: str) -> str | None:
+    """A Hopper GPU and a Triton that has Gluon."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton"
+    if importlib.util.find_spec("triton.experimental") is None:
+        return "needs a triton with Gluon (3.6 or newer)"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0, this device has {capability[0]}.{capability[1]}"
+    return None
+
+
+def supports(case: Case) -> str | None:
+    """One width, a cache of the query's type, whole boxes and aligned strides."""
+    dims = case.config.kv_lora_rank, case.config.qk_rope_head_dim
+    if dims != (LATENT, ROPE):
+        return f"{dims[0]} latent and {dims[1]} rope channels, needs {LATENT} and {ROPE}"
+    if FORMATS.get(case.cache_format) != case.dtype:
+        return f"{case.cache_format} cache with {case.dtype} queries, needs bf16 or fp16 in both"
+    if reason := why_not_block_size(case.block_size):
+        return reason
+    entry = cache_format(case.cache_format).entry_bytes(*dims)
+    strides = {
+        "entry stride": case.layout.entry_stride(entry),
+        "block stride": case.layout.block_stride(entry, case.block_size),
+        "offset": case.layout.offset,
+    }
+    for name, value in strides.items():
+        if value % ALIGNMENT:
+            return f"{name} of {value} bytes, needs a multiple of {ALIGNMENT}"
+    return None
+
+
+BACKEND = Backend(
+    "mla_fast.gluon_decode",
+    "latent_attention",
+    gluon_decode,
+    Numerics(
+        accumulate="float32",
+        p=INPUT,
+        sum_rounded_p=False,
+        partial="float32",
+        max_splits=132,
+        min_tile=BLOCK,
+    ),
+    requires,
+    supports,
+    {"batch_invariant": batch_invariant},
+)

@@ -51,13 +51,14 @@ class Row(NamedTuple):
 
 STAGES: dict[str, tuple[Row, ...]] = {
     "decode": (
+        # First, where it is dealt a model that has 128 heads.
+        Row((1, 1, 1), (127, 128, 129), 128, 128, "outlier"),
         Row((1,), (1,), 16, 64),
         Row((1, 1, 1, 1), (63, 64, 65, 127), 16, 64, "small"),
         Row((1, 1, 1), (0, 1, 17), 4, 16, layout=GAPPED),
         Row((1, 1), (257, 31), 8, 32, "sink", "float16"),
         Row((1,) * 8, (5, 13, 64, 97, 128, 129, 191, 2), 2, 64, "recency", layout=PADDED),
         Row((1,), (1031,), 1, 128, "flat"),
-        Row((1, 1, 1), (127, 128, 129), 128, 128, "outlier"),
         Row((1, 1, 0, 1), (33, 34, 20, 35), 4, 1, "peaky", "float32", IN_ORDER),
         Row((1, 1), (83, 240), 4, 64, "negative", layout=GAPPED),
     ),

@@ -30,5 +30,13 @@ ORACLE = Oracle(
     name="empty_rows",
     check=check,
     problems=("latent_attention", "attention", "paged_attention", "merge_states"),
-    kills=(),
+    kills=(
+        "empty_row_plus_inf",
+        "empty_row_nan",
+        "empty_row_lse_zero",
+        "empty_row_stale",
+        "states_empty_times_zero",
+        "states_empty_counted",
+        "states_all_empty_nan",
+    ),
 )

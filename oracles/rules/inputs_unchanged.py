@@ -42,4 +42,11 @@ def _tensors(inputs: Any) -> dict[str, torch.Tensor]:
     return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
 
 
-ORACLE = Oracle(name="inputs_unchanged", check=check, kills=())
+ORACLE = Oracle(
+    name="inputs_unchanged",
+    check=check,
+    kills=(
+        "query_scaled_in_place",
+        "store_past_the_end",
+    ),
+)

@@ -80,5 +80,12 @@ ORACLE = Oracle(
     name="poison",
     check=check,
     problems=("latent_attention", "attention", "paged_attention", "cache_gather", "layer"),
-    kills=(),
+    kills=(
+        "tail_unmasked",
+        "nan_times_zero",
+        "pages_swapped",
+        "paged_tail_unmasked",
+        "read_from_a_blocks_start",
+        "read_unused_scale",
+    ),
 )

@@ -47,4 +47,24 @@ def check(trial: Trial) -> Finding:
     )
 
 
-ORACLE = Oracle(name="stored", check=check, problems=("cache_write", "layer"), kills=())
+ORACLE = Oracle(
+    name="stored",
+    check=check,
+    problems=("cache_write", "layer"),
+    kills=(
+        "write_next_slot",
+        "write_negative_slot",
+        "write_slot_in_32_bits",
+        "write_unsaturated",
+        "write_truncated",
+        "write_multiplies_by_scale",
+        "write_by_another_rule",
+        "write_rope_first",
+        "write_in_a_copy",
+        "write_into_padding",
+        "layer_latent_gain_forgotten",
+        "layer_positions_from_zero",
+        "layer_caches_unrotated",
+        "layer_caches_next_position",
+    ),
+)

@@ -245,7 +245,7 @@ def frequencies(rope: RopeConfig, r: int) -> list[float]:
     fast, slow = max(fast, 0.0), min(slow, r - 1.0)
     slow = slow if slow != fast else slow + 0.001
     share = [min(max((i - fast) / (slow - fast), 0.0), 1.0) for i in range(r // 2)]
-    return [f + s * (f / rope.factor - f) for f, s in zip(plain, share, strict=True)]
+    return [(1.0 - s) * f + s * (f / rope.factor) for f, s in zip(plain, share, strict=True)]
 
 
 def angles(rope: RopeConfig, positions: torch.Tensor, r: int) -> torch.Tensor:

@@ -30,14 +30,16 @@ NAMES = _words(
     """
     Anna Ben Carl Dora Emma Finn Greta Hugo Ida Jack Kate Leo Mia Noah Olga Paul Quinn Rosa Sam Tina
     Uma Victor Wendy Xavier Yara Zoe Alan Beth Cora Dean Ella Fred Gina Hank Iris Jonas Kira Liam
-    Maya Nina
+    Maya Nina Oscar Pia Ralf Sara Theo Vera Walter Adam Bella Clara David Erik Fiona Grace Henry
+    Isaac Julia Karl Laura Mark Nora Otto Petra Ruth Simon Tom Ursula Violet Will Amy Bob Cleo
     """
 )
 ITEMS = _words(
     """
     pencils stamps marbles cards books apples coins shells stickers buttons cookies plums pens cups
     hats balls stones leaves ribbons candles flowers bottles plates spoons tickets lemons peaches
-    carrots onions eggs boxes bags keys ropes lamps chairs shirts socks gloves belts
+    carrots onions eggs boxes bags keys ropes lamps chairs shirts socks gloves belts rings bells
+    drums kites pears melons tiles bricks pins forks bowls rugs clocks boats trains dolls
     """
 )
 PLACES = _words("shop market bakery farm school library garden kitchen museum station")

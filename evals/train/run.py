@@ -34,6 +34,7 @@ WARM_UP = 0.02  # share of the run over which the rate rises
 DECAY = 0.5  # share of the run over which it falls to zero
 QUESTION_WEIGHT = 0.1  # of a question's tokens in the loss, where an answer's weigh 1
 EXAMINE_SEED = 20
+LEAST_SECONDS = 30.0  # of training, however long it took to set up
 
 
 def rate(progress: float) -> float:
@@ -117,7 +118,7 @@ def train(args: argparse.Namespace) -> None:
         run_loss(model, batch, cos, sin).backward()  # compiles before the clock of the schedule starts
     adam.zero_grad(set_to_none=True)
     started = last_saved = time.monotonic()
-    total = args.seconds - (started - begun)
+    total = max(args.seconds - (started - begun), LEAST_SECONDS)
     record(
         event="start",
         set_up_seconds=started - begun,

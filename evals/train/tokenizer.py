@@ -68,7 +68,9 @@ _PIECES = regex.compile(
 
 
 def _texts(data: Path | None) -> Iterator[str]:
-    for row in [*problems(TRAIN, 0, NUM_PROBLEMS), *rows("train", data)]:
+    for made in problems(TRAIN, 0, NUM_PROBLEMS):
+        yield f"{question_text(made.question)} {made.answer}\n\n"
+    for row in rows("train", data):
         yield f"{question_text(row.question)} {row.answer}\n\n"
 
 

@@ -1,0 +1,5 @@
+"""``python -m evals``."""
+
+from evals.cli import main
+
+main()

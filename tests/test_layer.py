@@ -9,13 +9,27 @@ import torch
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig, RopeConfig
 from mla_ref.formats import cache_format
-from mla_ref.layer import BACKEND, MLA, latents, layer_around, project, queries, rms_norm, up_projections
+from mla_ref.formats._plain import plain_format
+from mla_ref.layer import (
+    BACKEND,
+    MLA,
+    Attention,
+    latents,
+    layer_around,
+    project,
+    queries,
+    rms_norm,
+    up_projections,
+)
 from mla_ref.naive import naive
+from mla_ref.numerics import Numerics
 from mla_ref.pages import gather
 from mla_ref.presets import PRESETS, preset
 from mla_ref.problem import AttentionOutput
 from mla_ref.problems.layer import PROBLEM, LayerInputs, materialize, weight_shapes
 from mla_ref.rope import rotate
+from oracles.bounds import ADMISSIBLE, new_entries, stored_parts
+from oracles.compare import within
 
 # Every dimension differs, so that no broadcast hides a swap.
 DIMS = {"hidden_size": 42, "kv_lora_rank": 26, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_heads": 3}
@@ -44,8 +58,70 @@ def inputs_of(config: MLAConfig, seed: int, **changes: object) -> LayerInputs:
     return materialize(case, torch.device("cpu"))
 
 
+# How many of a request's tokens each call brings.
+SCHEDULES = {"prefill": (11,), "chunks": (4, 1, 6), "prefill-decode": (7, 1, 1, 1, 1), "decode": (1,) * 11}
+
+
+def one_request(config: MLAConfig, dtype: torch.dtype, seed: int) -> LayerInputs:
+    """A prefill of eleven tokens, on a cache that stores exactly what it is given."""
+    name = str(dtype).removeprefix("torch.")
+    inputs = inputs_of(config, seed, q_lens=(11,), kv_lens=(11,), dtype=name)
+    exact = plain_format(name, dtype, torch.finfo(dtype).eps / 2)
+    return inputs._replace(cache_format=exact, kv_cache=inputs.kv_cache.to(dtype))
+
+
+def in_steps(
+    inputs: LayerInputs, steps: tuple[int, ...], attention: Attention
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, cache) of the module over one request, so many tokens at a time, on one cache."""
+    module = MLA(inputs.config, attention, dtype=inputs.hidden_states.dtype)
+    module.load_state_dict(inputs.weights)
+    kv_cache, outs, start = inputs.kv_cache.clone(), [], 0
+    for count in steps:
+        part = slice(start, start + count)
+        start += count
+        outs.append(
+            module(
+                hidden_states=inputs.hidden_states[part],
+                positions=inputs.positions[part],
+                kv_cache=kv_cache,
+                block_table=inputs.block_table,
+                cu_seqlens_q=torch.tensor([0, count], dtype=torch.int32),
+                cache_seqlens=torch.tensor([start], dtype=torch.int32),
+                slot_mapping=inputs.slot_mapping[part],
+                max_seqlen_q=count,
+                cache_format=inputs.cache_format,
+                kv_scale=inputs.kv_scale,
+            )
+        )
+    return torch.cat(outs), kv_cache
+
+
+def judge(out: torch.Tensor, kv_cache: torch.Tensor, inputs: LayerInputs, numerics: Numerics) -> None:
+    """The cached entries are admissible, and so is the output for the entries that were cached.
+
+    No schedule appears in either bound: what passes agrees with every other schedule that does.
+    """
+    done = inputs._replace(kv_cache=kv_cache)
+    finding = within("out", out, ADMISSIBLE["layer"](done, numerics)["out"], "t d", inputs)
+    assert finding.ok, finding.detail
+    stored = gather(kv_cache, inputs.block_table[0], 0, len(out))
+    entries = new_entries(inputs, numerics)
+    for part in stored_parts(inputs.cache_format, stored, *entries, inputs.kv_scale):
+        finding = within(part.name, part.got, part.want)
+        assert finding.ok, finding.detail
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("steps", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("config", [*WHOLE, BIASED], ids=lambda config: config.name)
+def test_prefill_chunks_and_decode_are_one_computation(config, dtype, steps, seed):
+    inputs = one_request(config, dtype, seed)
+    judge(*in_steps(inputs, steps, naive), inputs, BACKEND.numerics)
 
 
 @pytest.mark.parametrize("config", [*WHOLE, BIASED], ids=lambda config: config.name)

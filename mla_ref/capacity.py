@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from mla_ref.backend import Backend
 from mla_ref.chunk_plan import workspace_rows
 from mla_ref.config import MLAConfig
 from mla_ref.formats import CacheFormat
 from mla_ref.layout import CacheLayout, poisoned_pool
 from mla_ref.layout_algebra import Placement
+from mla_ref.problem import implements
+from mla_ref.problems.cache_capacity import PROBLEM, CacheCapacityOutput
 
 GIB = 2**30
 
@@ -230,6 +233,37 @@ def plan(setting: Setting) -> Plan:
         prefill=parts,
         prefill_bytes=peak,
     )
+
+
+@implements(PROBLEM)
+def cache_capacity(
+    num_layers: int,
+    entry_width: int,
+    cache_dtype: torch.dtype,
+    model_dtype: torch.dtype,
+    block_size: int,
+    layout: CacheLayout,
+    budget: int,
+) -> CacheCapacityOutput:
+    """Blocks of ``CacheSpec`` in a budget.
+
+    Error: none.
+    Source: vLLM's ``CacheEngine.get_cache_block_size``, with the allocator's own bytes.
+    """
+    cache = CacheSpec(
+        order="lnkx",
+        num_layers=num_layers,
+        num_kv_heads=1,
+        widths=(entry_width,),
+        dtype=cache_dtype,
+        block_size=block_size,
+        layout=layout,
+    )
+    counts = cache.block_bytes, cache.num_blocks(budget)
+    return CacheCapacityOutput(*(torch.tensor(count, dtype=torch.int64) for count in counts))
+
+
+BACKEND = Backend("mla_ref.capacity", "cache_capacity", cache_capacity)
 
 
 def budgets(block_bytes: int, num_blocks: int) -> range:

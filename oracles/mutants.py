@@ -18,16 +18,19 @@ import torch
 from mla_ref.backend import Backend
 from mla_ref.cache_gather import cache_gather
 from mla_ref.cache_write import cache_write
+from mla_ref.capacity import cache_capacity
 from mla_ref.case import Case
 from mla_ref.config import DEFAULT, YARN, MLAConfig, RopeConfig
 from mla_ref.formats import cache_format
 from mla_ref.layer import latents, layer_around
+from mla_ref.layout import CacheLayout
 from mla_ref.merge_states import merge_states
 from mla_ref.naive import naive
 from mla_ref.numerics import INPUT, Numerics
 from mla_ref.paged_attention import paged_attention
 from mla_ref.pages import gather
 from mla_ref.problem import AttentionOutput, problem
+from mla_ref.problems.cache_capacity import CacheCapacityOutput
 from mla_ref.problems.cache_gather import CacheGatherOutput
 from mla_ref.problems.cache_write import CacheWriteOutput
 from mla_ref.problems.layer import LayerOutput
@@ -104,6 +107,13 @@ WRITE_PER_TENSOR = replace(WRITE, cache_format="fp8_e4m3", kv_scale=0.004)
 WRITE_TILED = replace(WRITE, cache_format="fp8_ds_mla", regime="tiles")
 READ = replace(LATENT, problem="cache_gather", q_lens=(20, 5, 33, 0))
 LAYER = replace(LATENT, problem="layer", config=replace(CONFIG, rope=YARN_ROPE))
+CAPACITY = replace(
+    LATENT,
+    problem="cache_capacity",
+    config=replace(CONFIG, num_layers=3, kv_lora_rank=512, qk_rope_head_dim=64),
+    cache_format="fp8_e4m3",
+    layout=CacheLayout(entry_align=256),
+)
 
 
 def attend(inputs: Any, steps: Steps) -> AttentionOutput:
@@ -704,6 +714,42 @@ def _layer_mutants() -> dict[str, tuple[Case, Run]]:
     }
 
 
+def _capacity_mutants() -> dict[str, tuple[Case, Run]]:
+    def planning(change: Callable[[Any, int], int], more: int = 0) -> Run:
+        """Another size of a block, or of the budget in blocks."""
+
+        def run(inputs: Any) -> CacheCapacityOutput:
+            entry = inputs.entry_width * inputs.cache_dtype.itemsize
+            right = inputs.num_layers * inputs.layout.block_stride(entry, inputs.block_size)
+            block_bytes = change(inputs, right)
+            counts = block_bytes, (inputs.budget + more * block_bytes) // block_bytes
+            return CacheCapacityOutput(*(torch.tensor(count) for count in counts))
+
+        return run
+
+    def by_model_dtype(inputs: Any, right: int) -> int:
+        """Elements are rounded up by the size of a model's element, then counted in the cache's."""
+        step = inputs.layout.entry_align // inputs.model_dtype.itemsize
+        elements = -(-inputs.entry_width // step) * step
+        return int(inputs.num_layers * inputs.block_size * elements * inputs.cache_dtype.itemsize)
+
+    def packed(inputs: Any, right: int) -> int:
+        entry = inputs.entry_width * inputs.cache_dtype.itemsize
+        return int(inputs.num_layers * inputs.block_size * entry)
+
+    def without_gap(inputs: Any, right: int) -> int:
+        return int(right - inputs.num_layers * inputs.layout.block_gap)
+
+    gapped = replace(CAPACITY, layout=CacheLayout(block_gap=512))
+    return {
+        "capacity_aligned_by_model_dtype": (CAPACITY, planning(by_model_dtype)),
+        "capacity_padding_forgotten": (CAPACITY, planning(packed)),
+        "capacity_gap_forgotten": (gapped, planning(without_gap)),
+        "capacity_keys_and_values": (CAPACITY, planning(lambda _, right: 2 * right)),
+        "capacity_blocks_rounded_up": (CAPACITY, planning(lambda _, right: right, more=1)),
+    }
+
+
 def right(case: Case) -> tuple[Run, Numerics]:
     """What the mutants of this case's problem were before their edit, and what it declares."""
     references: dict[str, Callable[..., Any]] = {
@@ -713,6 +759,7 @@ def right(case: Case) -> tuple[Run, Numerics]:
         "cache_write": cache_write,
         "cache_gather": cache_gather,
         "layer": layer_around(naive),
+        "cache_capacity": cache_capacity,
     }
     numerics = next(mutant.numerics for mutant in mutants() if mutant.case.problem == case.problem)
     fn = references.get(case.problem)
@@ -723,7 +770,14 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
     expanded = [replace(case, problem="attention") for case in (LATENT, PER_TENSOR, TILED, EMPTY)]
     yield Numerics(), _attention_mutants(LATENT, PER_TENSOR, TILED, EMPTY)
     yield Numerics(form="expanded"), _attention_mutants(*expanded)
-    for family in (_paged_mutants, _merge_mutants, _rope_mutants, _write_mutants, _read_mutants):
+    for family in (
+        _paged_mutants,
+        _merge_mutants,
+        _rope_mutants,
+        _write_mutants,
+        _read_mutants,
+        _capacity_mutants,
+    ):
         yield Numerics(), family()
     yield Numerics(form="expanded", stage=INPUT), _layer_mutants()
 

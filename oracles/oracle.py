@@ -26,6 +26,7 @@ class Trial:
     inputs: the case's tensors; an oracle changes copies, never these.
     left: ``inputs`` as the implementation left them, gaps and padding of every storage included.
     expected: what each field of the output may be, under the numerics that the backend declares.
+    device: where the inputs are.
     """
 
     run: Run
@@ -35,6 +36,7 @@ class Trial:
     problem: Problem
     left: Callable[[], Any]
     expected: Callable[[], Mapping[str, Admissible]]
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ def _judge_variant(
         problem=contract,
         left=left,
         expected=expected,
+        device=device,
     )
     return [_check(trial, oracle, variant, device) for oracle in wanted]
 
@@ -207,9 +208,11 @@ def why_malformed(trial: Trial, output: Any) -> str | None:
     for name, tensor in zip(fields, output, strict=True):
         if name in expected:
             reason = why_not_comparable(name, tensor, expected[name].mid, expected[name].dtype)
-        else:  # written in place
+        elif name in trial.problem.writes:
             given = getattr(trial.inputs, name)
             reason = why_not_comparable(name, tensor, given, given.dtype)
+        else:
+            reason = None
         if reason is not None:
             return reason
     return None

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,12 +61,12 @@ def _fields(inputs: Any) -> tuple[str, ...]:
 
 
 def _shapes() -> Table:
-    rows = (
-        (name, field, f"[{letters}]")
-        for name, item in problems().items()
-        for field, letters in (*item.shapes.items(), *item.output_shapes.items())
-    )
-    return Table(("problem", "tensor", "shape"), tuple(rows))
+    rows = ((name, _stated(item.shapes), _stated(item.output_shapes)) for name, item in problems().items())
+    return Table(("problem", "inputs", "output"), tuple(rows))
+
+
+def _stated(shapes: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} [{letters}]" for name, letters in shapes.items())
 
 
 def _backends() -> Table:

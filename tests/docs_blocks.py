@@ -1,0 +1,173 @@
+"""The code blocks of the README and the docs: found, run, compared with what they show, and made anew.
+
+- ``python``: runs, in one namespace a page. A ``text`` block right below it is what it prints.
+- ``python title="PATH"``: a file that a reader would write. The page then runs on a copy of the packages with
+  those files in it, in a process of its own.
+- ``console``: ``$ mla-verify …`` and what it prints. With a title it is too slow to run in the suite.
+- any other language is not run.
+
+``python tests/docs_blocks.py`` pastes the real output of every block, the slow ones included.
+"""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from oracles.cli import main
+from oracles.tables import pages
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+COMMAND = "$ mla-verify "
+
+
+class Block(NamedTuple):
+    """One fenced block; ``start`` … ``stop`` is its text in the page."""
+
+    language: str
+    title: str
+    text: str
+    start: int
+    stop: int
+
+
+class Step(NamedTuple):
+    """Something to run, and the block and lines that show what it prints (None: nothing is shown)."""
+
+    kind: str
+    source: str
+    shown: str | None
+    start: int
+    stop: int
+    slow: bool
+
+
+def blocks(text: str) -> list[Block]:
+    return [Block(m[1], m[2] or "", m[3], *m.span(3)) for m in BLOCK.finditer(text)]
+
+
+def files(text: str) -> dict[str, str]:
+    """The files that a page's reader writes, by path."""
+    return {b.title: b.text for b in blocks(text) if b.language == "python" and b.title}
+
+
+def steps(text: str) -> list[Step]:
+    """What a page runs, in order."""
+    found = blocks(text)
+    result = []
+    for block, below in zip_longest(found, found[1:]):
+        if block.language == "python" and not block.title:
+            # Nothing but a blank line between the two fences.
+            near = below is not None and below.language == "text" and below.start - block.stop < 20
+            shown, start, stop = (below.text, below.start, below.stop) if near else (None, 0, 0)
+            result.append(Step("python", block.text, shown, start, stop, False))
+        elif block.language == "console":
+            result += _sessions(block)
+    return result
+
+
+def _sessions(block: Block) -> Iterator[Step]:
+    at = [m.start() for m in re.finditer(r"^\$ ", block.text, re.MULTILINE)]
+    assert at[:1] == [0], f"a console block starts with a command: {block.text[:60]!r}"
+    for begin, end in zip(at, [*at[1:], len(block.text)], strict=True):
+        command, _, shown = block.text[begin:end].partition("\n")
+        assert command.startswith(COMMAND), f"only mla-verify runs in a console block: {command!r}"
+        start = block.start + begin + len(command) + 1
+        stop = block.start + end
+        yield Step("console", command.removeprefix("$ "), shown, start, stop, bool(block.title))
+
+
+def run(todo: Sequence[tuple[str, str]]) -> list[str]:
+    """What each (kind, source) prints, one after another in this process."""
+    scope: dict[str, object] = {}
+    return [_printed(kind, source, scope) for kind, source in todo]
+
+
+def _printed(kind: str, source: str, scope: dict[str, object]) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        if kind == "python":
+            exec(compile(source, "<docs>", "exec"), scope)
+        else:
+            main(shlex.split(source)[1:])
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def run_page(text: str, todo: Sequence[Step]) -> list[str]:
+    """What each step of a page prints; beside the reader's files, if the page has any."""
+    pairs = [(step.kind, step.source) for step in todo]
+    return _run_on_a_copy(files(text), pairs) if files(text) else run(pairs)
+
+
+def _run_on_a_copy(written: dict[str, str], pairs: list[tuple[str, str]]) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for package in ("mla_ref", "mla_fast", "oracles"):
+            shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+        for path, source in written.items():
+            assert not (copy / path).exists(), f"{path} exists already"
+            (copy / path).write_text(source, encoding="utf-8")
+        code = (
+            f"import json, sys; sys.path[:0] = [{folder!r}, {str(ROOT / 'tests')!r}]\n"
+            "from docs_blocks import run\n"
+            "outputs = run(json.load(sys.stdin))\n"
+            "sys.stdout.write(json.dumps(outputs))"
+        )
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=folder,
+            input=json.dumps(pairs),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        outputs: list[str] = json.loads(ran.stdout)
+        return outputs
+
+
+def agree(step: Step, got: str) -> bool:
+    """Whether a step printed what the page shows. A line "…" stands for any lines.
+
+    Where the judge prints figures that depend on the processor (ratios, seconds), decimals are not compared.
+    """
+    if step.shown is None:
+        return got == ""
+    loose = step.kind == "console" and step.source.split()[1] in ("run", "replay")
+    pattern = "(?s:.*?)".join(
+        re.escape(_plain(part, loose)) for part in re.split(r"^…\n", step.shown, flags=re.M)
+    )
+    return re.fullmatch(pattern, _plain(got, loose)) is not None
+
+
+def _plain(text: str, loose: bool) -> str:
+    lines = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+    return re.sub(r" +", " ", re.sub(r"\d+\.\d+(e[+-]\d+)?", "#", lines)) if loose else lines
+
+
+def refreshed(text: str) -> str:
+    """The page with real output below every step that shows some."""
+    todo = [step for step in steps(text) if step.shown is None or "…" not in step.shown]
+    outputs = run_page(text, todo)
+    for step, got in reversed(list(zip(todo, outputs, strict=True))):
+        if step.shown is not None and not agree(step, got):
+            text = text[: step.start] + got + text[step.stop :]
+    return text
+
+
+if __name__ == "__main__":
+    for page in pages(ROOT):
+        old = page.read_text(encoding="utf-8")
+        if (new := refreshed(old)) != old:
+            page.write_text(new, encoding="utf-8")
+            sys.stdout.write(f"{page.name}: outputs made anew\n")

@@ -347,6 +347,25 @@ def _truncated(x: torch.Tensor, request: Request) -> torch.Tensor:
     return (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
 
 
+def _assuming(tensor: torch.Tensor, strides: tuple[int, ...], offset: int) -> torch.Tensor:
+    """The memory under a tensor, read with strides of one's own; beyond its end it begins again."""
+    flat = torch.tensor([], dtype=tensor.dtype).set_(tensor.untyped_storage())
+    index = torch.tensor(offset)
+    for size, stride in zip(tensor.shape, strides, strict=True):
+        index = index[..., None] + torch.arange(size) * stride
+    return flat[index % flat.numel()]
+
+
+def _block_stride_assumed(cache: torch.Tensor) -> torch.Tensor:
+    strides = cache.stride()
+    return _assuming(cache, (cache.shape[1] * strides[1], *strides[1:]), int(cache.storage_offset()))
+
+
+def _entry_stride_assumed(cache: torch.Tensor) -> torch.Tensor:
+    strides = (cache.stride(0), cache.shape[2], 1)
+    return _assuming(cache, strides, int(cache.storage_offset()))
+
+
 def _attention_mutants(case: Case, per_tensor: Case, tiled: Case, empty: Case) -> dict[str, tuple[Case, Run]]:
     """The edits that ``latent_attention`` and ``attention`` have in common."""
     huge, yarn = replace(case, regime="huge"), replace(case, config=replace(CONFIG, rope=YARN_ROPE))
@@ -414,6 +433,12 @@ def _attention_mutants(case: Case, per_tensor: Case, tiled: Case, empty: Case) -
         "empty_row_nan": (empty, _empty_rows(math.nan, -math.inf)),
         "empty_row_lse_zero": (empty, _empty_rows(0.0, 0.0)),
         "empty_row_stale": (empty, _empty_rows(0.5, -math.inf)),
+        "layout_block_stride_assumed": (case, given(kv_cache=lambda x: _block_stride_assumed(x.kv_cache))),
+        "layout_entry_stride_assumed": (case, given(kv_cache=lambda x: _entry_stride_assumed(x.kv_cache))),
+        "layout_offset_assumed": (
+            case,
+            given(kv_cache=lambda x: _assuming(x.kv_cache, x.kv_cache.stride(), 0)),
+        ),
     }
 
 
@@ -453,6 +478,56 @@ def _paged_mutants() -> dict[str, tuple[Case, Run]]:
             changed(paged_attention, value_cache=lambda x: x.key_cache[..., : x.value_cache.shape[-1]]),
         ),
         "paged_tail_unmasked": (single, changed(paged_attention, cache_seqlens=_rounded_up)),
+        **_layout_mutants(replace(PAGED, cache_format="bf16")),
+    }
+
+
+def _layout_mutants(case: Case) -> dict[str, tuple[Case, Run]]:
+    """Each is right for the layout of its own case, and knows no other."""
+
+    def pages(x: Any) -> tuple[int, int]:
+        """Elements of a block's keys, and of its values."""
+        return math.prod(x.key_cache.shape[1:]), math.prod(x.value_cache.shape[1:])
+
+    def behind(elements: Callable[[Any], int]) -> Callable[[Any], torch.Tensor]:
+        return lambda x: _assuming(
+            x.value_cache, x.value_cache.stride(), x.key_cache.storage_offset() + elements(x)
+        )
+
+    def blocks_apart(name: str) -> Callable[[Any], torch.Tensor]:
+        """Keys and values of a block are neighbours, and so are blocks."""
+
+        def read(x: Any) -> torch.Tensor:
+            cache, (keys, values) = getattr(x, name), pages(x)
+            offset = x.key_cache.storage_offset() + (keys if name == "value_cache" else 0)
+            return _assuming(cache, (keys + values, *cache.stride()[1:]), offset)
+
+        return read
+
+    def slots_first(name: str) -> Callable[[Any], torch.Tensor]:
+        def read(x: Any) -> torch.Tensor:
+            cache = getattr(x, name)
+            row = min(cache.stride()[1:3])
+            strides = (cache.stride(0), row * cache.shape[2], row, 1)
+            return _assuming(cache, strides, cache.storage_offset())
+
+        return read
+
+    def both(read: Callable[[str], Callable[[Any], torch.Tensor]]) -> Run:
+        return changed(paged_attention, **{name: read(name) for name in ("key_cache", "value_cache")})
+
+    blocks_first = replace(case, kv_layout="ln2kgx")
+    return {
+        "layout_values_half_a_pool_behind": (
+            case,
+            changed(paged_attention, value_cache=behind(lambda x: x.key_cache.shape[0] * pages(x)[0])),
+        ),
+        "layout_unbound_along_the_other_axis": (blocks_first, both(blocks_apart)),
+        "layout_slots_before_heads_assumed": (case, both(slots_first)),
+        "layout_block_stride_assumed": (
+            case,
+            both(lambda name: lambda x: _block_stride_assumed(getattr(x, name))),
+        ),
     }
 
 

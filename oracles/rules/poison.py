@@ -27,7 +27,7 @@ def check(trial: Trial) -> Finding:
         for name, letters in judged.items():
             got = getattr(again, name)
             finding = identical(name, got, getattr(output, name), letters, inputs)
-            if not finding.ok and not _repeats(trial, judged):
+            if not finding.ok and not repeats(trial, judged):
                 finding = within(name, got, trial.expected()[name], letters, inputs)
             if not finding.ok:
                 return replace(finding, detail=f"with {fill} in dead memory, {finding.detail}")
@@ -35,7 +35,7 @@ def check(trial: Trial) -> Finding:
     return Finding(ok=True, num_checked=sum(finding.num_checked for finding in findings))
 
 
-def _repeats(trial: Trial, judged: Iterable[str]) -> bool:
+def repeats(trial: Trial, judged: Iterable[str]) -> bool:
     """Whether a second run on the same bytes gives the same bytes."""
     first, again = trial.run(trial.inputs), trial.run(private_copy(trial.inputs))
     return all(identical("", getattr(again, name), getattr(first, name)).ok for name in judged)

@@ -1,0 +1,419 @@
+"""Attention over the latent cache in plain Triton: keys split among programs, partial results merged.
+
+Compiled on CUDA devices of compute capability 8.0 and up; interpreted on the CPU where TRITON_INTERPRET=1 was
+set before triton was imported. Any number of heads, any mixture of query lengths, any block size and stride.
+
+The launch depends on shapes alone, never on a value on the device, so it can be captured in a CUDA graph:
+- rows: heads of a request's new tokens, packed; the smallest tile of the device's list that holds them all,
+  or the largest tile and several programs.
+- splits: the fewest that keep the device at least nine tenths as busy as any number of splits would, if every
+  request filled its row of the block table, and no split were shorter than ``MIN_TILES`` tiles. Each request
+  then divides its true length evenly; short ones leave splits empty.
+
+A request's result depends on its batch through both choices. The variant ``batch_invariant`` fixes them.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from mla_ref.backend import Backend
+from mla_ref.case import Case
+from mla_ref.formats import CacheFormat, cache_format
+from mla_ref.numerics import FLOAT32, INPUT, Numerics
+from mla_ref.problem import AttentionOutput, implements
+from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 128
+MIN_TILES = 2
+
+# Channels of one entry, padded to powers of two, that fit in shared memory with the tiles below.
+MAX_CHANNELS = 512 + 64
+
+# How each format's latent is scaled; the rope part of tiled formats is bfloat16.
+SCALING = {
+    "bf16": "none",
+    "fp16": "none",
+    "fp8_e4m3": "tensor",
+    "fp8_ds_mla": "tile",
+    "fp8_ds_mla_pow2": "tile",
+}
+TILE_CHANNELS = 128
+
+
+class Tile(NamedTuple):
+    """Query rows and keys of one step, warps that share it, and steps that are loaded ahead."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """What one kind of device is given: for 16-bit caches and for quantised ones, fewest rows first."""
+
+    plain: tuple[Tile, ...]
+    quantised: tuple[Tile, ...]
+
+
+# Chosen for no spilled registers at c = 512, r = 64. A dequantised tile passes through registers, so it gets
+# few rows.
+HOPPER = Tiles((Tile(16, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)), (Tile(16, 64, 8, 2),))
+BLACKWELL = Tiles((Tile(16, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)), (Tile(16, 64, 8, 2),))
+AMPERE = Tiles((Tile(16, 64, 8, 2), Tile(32, 32, 8, 2)), (Tile(16, 32, 8, 2),))
+SMALL = Tiles((Tile(16, 64, 8, 2), Tile(32, 32, 8, 2)), (Tile(16, 32, 8, 1),))  # 99 KiB of shared memory
+# Few, large steps: the interpreter's time goes by operations, not by elements.
+INTERPRETED = Tiles(*2 * ((Tile(16, 128, 1, 1), Tile(64, 128, 1, 1)),))
+
+
+class Device(NamedTuple):
+    """What the launch needs to know about a device: its programs at a time, and its tiles."""
+
+    num_units: int
+    tiles: Tiles
+
+
+class Schedule(NamedTuple):
+    """How the work is divided, where it is not left to the defaults.
+
+    num_splits: splits of every request's keys, however short; None: by the size of the launch.
+    tile: of every launch; None: by the number of rows.
+    rows_by_heads: choose the tile for one token's heads, whatever the batch holds.
+    """
+
+    num_splits: int | None = None
+    tile: Tile | None = None
+    rows_by_heads: bool = False
+
+
+def tiles_of(major: int, minor: int) -> Tiles:
+    """The tiles for a compute capability."""
+    if major == 9:
+        return HOPPER
+    if major in (10, 11):
+        return BLACKWELL
+    return AMPERE if (major, minor) in ((8, 0), (8, 7)) else SMALL
+
+
+def requires(device: str) -> str | None:
+    """What is missing to run on this type of device."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+    if device == "cpu":
+        if not interpret:
+            return "on the CPU triton needs TRITON_INTERPRET=1, set before it is imported"
+        return _why_not_interpreted()
+    if device != "cuda":
+        return f"written for cuda, not for {device}"
+    if interpret:
+        return "TRITON_INTERPRET is set: kernels would be interpreted on the CPU"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    return None if capability >= (8, 0) else f"needs compute capability 8.0, this device has {capability}"
+
+
+def _why_not_interpreted() -> str | None:
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
+
+    numpy = importlib.metadata.version("numpy")
+    if not isinstance(triton.language.sum, InterpretedFunction):
+        return "triton was imported before TRITON_INTERPRET=1 was set"
+    if _version(triton.__version__) < (3, 7) and _version(numpy) >= (2, 4):
+        return f"triton {triton.__version__}'s interpreter needs numpy < 2.4, found {numpy}"
+    return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def supports(case: Case) -> str | None:
+    """Why a case is outside what the kernel computes."""
+    fmt, config = cache_format(case.cache_format), case.config
+    reason = _why_not(getattr(torch, case.dtype), fmt, config.kv_lora_rank, config.qk_rope_head_dim)
+    if reason or SCALING[fmt.name] != "tile":
+        return reason
+    entry_bytes = fmt.entry_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
+    steps = {
+        "layout.offset": case.layout.offset,
+        "entry stride": case.layout.entry_stride(entry_bytes),
+        "block stride": case.layout.block_stride(entry_bytes, case.block_size),
+    }
+    return _why_not_aligned(fmt, steps)
+
+
+def _why_not(query: torch.dtype, fmt: CacheFormat, c: int, r: int) -> str | None:
+    if query not in (torch.bfloat16, torch.float16):
+        return f"queries are {str(query).removeprefix('torch.')}; tensor cores take bfloat16 or float16"
+    if fmt.name not in SCALING:
+        return f"cache format {fmt.name} is not one of {', '.join(SCALING)}"
+    if _padded(c) + (_padded(r) if r else 0) > MAX_CHANNELS:
+        return f"c={c} and r={r} are padded to powers of two, of which {MAX_CHANNELS} channels fit"
+    return None
+
+
+def _why_not_aligned(fmt: CacheFormat, steps: dict[str, int]) -> str | None:
+    for name, step in steps.items():
+        if step % 4:
+            return f"{fmt.name} has float32 scales, but the {name} of {step} bytes is no multiple of 4"
+    return None
+
+
+def _padded(channels: int) -> int:
+    """The power of two that ``tl.arange`` needs, and the 16 that a tensor core multiplies at least."""
+    return max(16, 1 << (channels - 1).bit_length())
+
+
+@functools.cache
+def _device(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return Device(4, INTERPRETED)
+    properties = torch.cuda.get_device_properties(device)
+    return Device(properties.multi_processor_count, tiles_of(properties.major, properties.minor))
+
+
+def choose_tile(tiles: tuple[Tile, ...], num_rows: int, block_size: int) -> Tile:
+    """The smallest tile that holds ``num_rows``, or the largest."""
+    tile = next((tile for tile in tiles if tile.rows >= num_rows), tiles[-1])
+    if tile.rows * tile.keys > 2048 and block_size % tile.keys:
+        # Keys of several blocks have an address each, and beside 64 rows there are no registers for 64.
+        return tile._replace(keys=32)
+    return tile
+
+
+def choose_splits(num_programs: int, max_tiles: int, num_units: int) -> int:
+    """The fewest splits that keep ``num_units`` about as busy as any number of splits could."""
+    limit = min(MAX_SPLITS, max(1, max_tiles // MIN_TILES))
+    waves = [num_programs * splits / num_units for splits in range(1, limit + 1)]
+    busy = [wave / -(-wave // 1) for wave in waves]
+    return next(i for i, share in enumerate(busy, start=1) if share >= 0.9 * max(busy))
+
+
+class _Cache(NamedTuple):
+    """A cache as the kernel reads it: typed views of [n k …], the scale rule, the per-tensor scale."""
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+    scales: torch.Tensor
+    scaling: str
+
+
+def _typed_views(kv_cache: torch.Tensor, fmt: CacheFormat, c: int, r: int) -> _Cache:
+    scaling = SCALING[fmt.name]
+    if scaling == "none":
+        return _Cache(kv_cache[..., :c], kv_cache[..., c : c + r], kv_cache, scaling)
+    codes = kv_cache.view(torch.uint8)
+    if scaling == "tensor":
+        return _Cache(codes[..., :c], codes[..., c : c + r], codes, scaling)
+    rope = c + 4 * (c // TILE_CHANNELS)
+    steps = {
+        "address": kv_cache.data_ptr(),
+        "block stride": kv_cache.stride(0),
+        "entry stride": kv_cache.stride(1),
+    }
+    if reason := _why_not_aligned(fmt, steps):
+        raise ValueError(f"kv_cache: {reason}")
+    return _Cache(
+        latent=codes[..., :c],
+        rope=codes[..., rope : rope + 2 * r].view(torch.bfloat16),
+        scales=codes[..., c:rope].view(torch.float32),
+        scaling=scaling,
+    )
+
+
+def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutput:
+    query = inputs.ql_nope
+    num_tokens, num_heads, c = query.shape
+    r = inputs.q_pe.shape[2]
+    if reason := _why_not(query.dtype, inputs.cache_format, c, r):
+        raise ValueError(reason)
+    from mla_fast import _triton_decode_kernel as kernels
+
+    num_rows = num_tokens * num_heads
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    if num_rows == 0:
+        return AttentionOutput(out, lse)
+
+    cache = _typed_views(inputs.kv_cache, inputs.cache_format, c, r)
+    device = _device(query.device)
+    batch, width = inputs.block_table.shape
+    block_size = inputs.kv_cache.shape[1]
+    tiles = device.tiles.plain if cache.scaling == "none" else device.tiles.quantised
+    longest_rows = inputs.max_seqlen_q * num_heads
+    tile = schedule.tile or choose_tile(
+        tiles, num_heads if schedule.rows_by_heads else longest_rows, block_size
+    )
+    num_row_blocks = -(-longest_rows // tile.rows)
+    num_splits = schedule.num_splits or choose_splits(
+        batch * num_row_blocks, -(-width * block_size // tile.keys), device.num_units
+    )
+
+    partial_shape = (num_splits, num_rows) if num_splits > 1 else (0, 0)
+    partial_out = torch.empty((*partial_shape, c), dtype=torch.float32, device=query.device)
+    partial_max = torch.empty(partial_shape, dtype=torch.float32, device=query.device)
+    partial_sum = torch.empty(partial_shape, dtype=torch.float32, device=query.device)
+    with _launching(query.device):
+        kernels._mla_decode_kernel[(batch * num_splits * num_row_blocks,)](
+            query,
+            inputs.q_pe,
+            cache.latent,
+            cache.rope,
+            cache.scales,
+            inputs.kv_scale,
+            inputs.block_table,
+            inputs.cu_seqlens_q.contiguous(),
+            inputs.cache_seqlens.contiguous(),
+            out,
+            lse,
+            partial_out,
+            partial_max,
+            partial_sum,
+            inputs.softmax_scale * LOG2_E,
+            num_heads,
+            num_rows,
+            num_row_blocks,
+            *query.stride(),
+            *inputs.q_pe.stride(),
+            *cache.latent.stride()[:2],
+            *cache.rope.stride()[:2],
+            *cache.scales.stride()[:2],
+            *inputs.block_table.stride(),
+            C=c,
+            C_PADDED=_padded(c),
+            R=r,
+            R_PADDED=_padded(max(r, 1)),
+            BLOCK_SIZE=block_size,
+            SCALING=cache.scaling,
+            TILE_CHANNELS=TILE_CHANNELS,
+            NUM_SPLITS=num_splits,
+            MIN_TILES=MIN_TILES if schedule.num_splits is None else 1,
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        if num_splits > 1:
+            splits, rows, channels = _merge_tile(num_splits, c, query.device)
+            kernels._merge_splits_kernel[(-(-num_rows // rows), -(-c // channels))](
+                out,
+                lse,
+                partial_out,
+                partial_max,
+                partial_sum,
+                num_rows,
+                C=c,
+                NUM_SPLITS=num_splits,
+                SPLITS_PADDED=splits,
+                ROWS=rows,
+                CHANNELS=channels,
+                num_warps=4,
+            )
+    return AttentionOutput(out, lse)
+
+
+@contextlib.contextmanager
+def _launching(device: torch.device) -> Iterator[None]:
+    """Kernels go to ``device``, which need not be the current one."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+        return
+    with warnings.catch_warnings():
+        # The interpreter's loop bounds are arrays of one element, which numpy before 2.4 deprecates.
+        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
+        yield
+
+
+def _merge_tile(num_splits: int, c: int, device: torch.device) -> tuple[int, int, int]:
+    """Splits (padded), rows and channels of one merging program: all partial results of a channel at once."""
+    splits = 1 << (num_splits - 1).bit_length()
+    elements = 2**20 if device.type == "cpu" else 2**13
+    channels = min(_padded(c), max(16, elements // splits))
+    return splits, max(1, elements // 2 // (splits * channels)), channels
+
+
+def scheduled(schedule: Schedule) -> Callable[..., AttentionOutput]:
+    """The implementation under one schedule."""
+
+    @implements(PROBLEM, values=False)
+    def triton_decode(
+        ql_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        max_seqlen_q: int,
+        softmax_scale: float,
+        cache_format: CacheFormat,
+        kv_scale: torch.Tensor,
+    ) -> AttentionOutput:
+        """Multi-query attention over the latent cache, keys in parallel splits.
+
+        score[s h j] = softmax_scale · (ql_nope[s h] · kv_c[j]  +  q_pe[s h] · k_pe[j])
+
+        Raises: ValueError for what ``supports`` declines. Lengths and block ids are the caller's promise.
+        Error: scores, softmax, sums and partial results in float32; dequantised keys and softmax weights
+        rounded to the query's type; the denominator sums the unrounded weights.
+        Source: split keys from Flash-Decoding (pytorch.org/blog/flash-decoding), base-2 online softmax from
+        FlashAttention-2, arXiv 2307.08691.
+        """
+        return _launch(
+            LatentAttentionInputs(
+                ql_nope,
+                q_pe,
+                kv_cache,
+                block_table,
+                cu_seqlens_q,
+                cache_seqlens,
+                max_seqlen_q,
+                softmax_scale,
+                cache_format,
+                kv_scale,
+            ),
+            schedule,
+        )
+
+    return triton_decode
+
+
+triton_decode = scheduled(Schedule())
+
+BACKEND = Backend(
+    "mla_fast.triton_decode",
+    "latent_attention",
+    triton_decode,
+    Numerics(
+        kv=INPUT,
+        p=INPUT,
+        sum_rounded_p=False,
+        partial=FLOAT32,
+        max_splits=MAX_SPLITS,
+        merge_depth=1,
+        min_tile=16,
+        dot_roundings=1.5,  # Ampere's tensor cores; later ones need 1
+        exp_error=4.0,
+        log_error=4.0,
+    ),
+    requires=requires,
+    supports=supports,
+    variants={
+        "batch_invariant": scheduled(Schedule(num_splits=1, rows_by_heads=True)),
+        "splits_3": scheduled(Schedule(num_splits=3)),
+        "splits_16": scheduled(Schedule(num_splits=16)),
+        "tile_16x16": scheduled(Schedule(tile=Tile(16, 16, 4, 2))),
+    },
+)

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_layer import SCHEDULES, judge, one_request, small
+from test_layer import SCHEDULES, in_steps, judge, one_request, small
 
 from mla_ref.case import Case
 from mla_ref.config import YARN, MLAConfig, RopeConfig
 from mla_ref.layer import BACKEND
+from mla_ref.naive import naive
 from mla_ref.pages import scatter
 from mla_ref.presets import preset
 from mla_ref.problems.layer import LayerInputs
@@ -204,6 +205,7 @@ def as_pages(model: Model, layer: Any, inputs: LayerInputs) -> torch.Tensor:
 def test_their_formulas_are_ours(model, steps, seed):
     inputs = one_request(model.config, torch.float64, seed)
     judge(*their_layer(model, inputs, steps, their_tables(model)), inputs, BACKEND.numerics)
+    judge(*in_steps(inputs, steps, naive), inputs, BACKEND.numerics)
 
 
 @pytest.mark.parametrize(("model", "steps"), RUNS.values(), ids=RUNS)

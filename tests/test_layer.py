@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mla_ref.backend import backends_in
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig, RopeConfig
 from mla_ref.formats import cache_format
@@ -57,6 +58,8 @@ def inputs_of(config: MLAConfig, seed: int, **changes: object) -> LayerInputs:
     case = Case(problem="layer", config=config, block_size=4, seed=seed, **(recipe | changes))
     return materialize(case, torch.device("cpu"))
 
+
+ATTENTIONS = {name: b for name, b in backends_in("mla_ref").items() if b.problem == "attention"}
 
 # How many of a request's tokens each call brings.
 SCHEDULES = {"prefill": (11,), "chunks": (4, 1, 6), "prefill-decode": (7, 1, 1, 1, 1), "decode": (1,) * 11}
@@ -122,6 +125,17 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def test_prefill_chunks_and_decode_are_one_computation(config, dtype, steps, seed):
     inputs = one_request(config, dtype, seed)
     judge(*in_steps(inputs, steps, naive), inputs, BACKEND.numerics)
+
+
+@pytest.mark.parametrize("steps", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize("config", [V3, V2_LITE], ids=lambda config: config.name)
+def test_every_attention_serves_the_layer(config, attention, steps, seed):
+    """A layer rounds as its attention does, and to its own type between the steps."""
+    inputs = one_request(config, torch.float64, seed)
+    numerics = replace(attention.numerics, stage=BACKEND.numerics.stage)
+    for fn in (attention.fn, *attention.variants.values()):
+        judge(*in_steps(inputs, steps, fn), inputs, numerics)
 
 
 @pytest.mark.parametrize("config", [*WHOLE, BIASED], ids=lambda config: config.name)

@@ -65,6 +65,18 @@ class CacheLayout:
         """Bytes from one block to the next."""
         return self.latent(1, block_size, entry_bytes).views[0].stride("n")
 
+    def why_not_aligned(self, entry_bytes: int, block_size: int, alignment: int) -> str | None:
+        """Why not every entry starts at a multiple of ``alignment`` bytes, or None."""
+        steps = {
+            "offset": self.offset,
+            "entry stride": self.entry_stride(entry_bytes),
+            "block stride": self.block_stride(entry_bytes, block_size),
+        }
+        for name, step in steps.items():
+            if step % alignment:
+                return f"the {name} of {step} bytes is no multiple of {alignment}"
+        return None
+
     def pool_bytes(self, entry_bytes: int, block_size: int, num_blocks: int) -> int:
         """Bytes of the whole pool, offset included."""
         return self.latent(num_blocks, block_size, entry_bytes).pool_bytes

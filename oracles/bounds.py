@@ -121,8 +121,15 @@ def number_format(name: str, query: torch.dtype) -> Format:
     """The format that a field of ``Numerics`` names; nothing is lost where it is "exact"."""
     if name == EXACT:
         return Format(0.0, 0.0, 0.0)
-    info = torch.finfo(type_named(name, query))
-    return Format(info.eps / 2, info.tiny * info.eps / 2, info.tiny)
+    dtype = type_named(name, query)
+    info = torch.finfo(dtype)
+    return Format(info.eps / 2 + _twice_rounded(query, dtype), info.tiny * info.eps / 2, info.tiny)
+
+
+def _twice_rounded(source: torch.dtype, target: torch.dtype) -> float:
+    """What a conversion may err beyond the target's roundoff: from float64 it goes by way of float32."""
+    narrow = torch.finfo(target).eps > torch.finfo(torch.float32).eps
+    return torch.finfo(torch.float32).eps if source == torch.float64 and narrow else 0.0
 
 
 def accumulator(numerics: Numerics, query: torch.dtype) -> Format:
@@ -166,7 +173,8 @@ def materialised(ball: Ball, name: str, query: torch.dtype) -> Ball:
     if name == EXACT:
         return ball
     dtype = type_named(name, query)
-    low, high = nearest(ball.mid - ball.radius, dtype), nearest(ball.mid + ball.radius, dtype)
+    radius = ball.radius + _twice_rounded(query, dtype) * ball.size()
+    low, high = nearest(ball.mid - radius, dtype), nearest(ball.mid + radius, dtype)
     return Ball((low + high) / 2.0, (high - low) / 2.0)
 
 
@@ -687,8 +695,8 @@ def new_entries(inputs: Any, numerics: Numerics) -> tuple[Ball, Ball]:
 
 
 def _by_way_of_float32(x: Ball) -> Ball:
-    wide = nearest(x.mid, torch.float32) == x.mid
-    return Ball(x.mid, x.radius + torch.where(wide, 0.0, 2.0**-24 * x.size()))
+    same = nearest(x.mid, torch.float32) == x.mid
+    return Ball(x.mid, x.radius + torch.where(same, 0.0, torch.finfo(torch.float32).eps * x.size()))
 
 
 class Part(NamedTuple):

@@ -109,9 +109,10 @@ def _row(dots, mask, value, scale, numerics, schedule, round_p):
         return zero, zero[..., 0] - torch.inf
     if schedule.folded:
         state = states[0]
-        for other in states[1:]:
+        for i, other in enumerate(states[1:], start=2):
             x, lse = _merge([state, other], noisy_exp, log)
-            state = x.to(_partial(numerics, x)).to(x.dtype), lse
+            # The last result is no partial one.
+            state = x if i == len(states) else x.to(_partial(numerics, x)).to(x.dtype), lse
     else:
         state = _merge(states, noisy_exp, log) if len(states) > 1 else states[0]
     return state[0], state[1] / LOG2_E if schedule.base2 else state[1]

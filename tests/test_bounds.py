@@ -1,0 +1,226 @@
+"""The bounds hold for every right kernel, are reached by some, and round as the hardware does."""
+
+import math
+import os
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from random_trials import random_case, random_kernel
+from simulated_kernel import Schedule, simulated
+
+from mla_ref.case import Case
+from mla_ref.config import MLAConfig
+from mla_ref.numerics import Numerics
+from mla_ref.problem import problem
+from oracles.bounds import (
+    ADMISSIBLE,
+    Admissible,
+    Ball,
+    attended,
+    gamma,
+    linear,
+    materialised,
+    nearest,
+    number_format,
+    rms_norm,
+    spacing,
+)
+from oracles.mutants import LATENT
+from oracles.verdict import PASS
+from oracles.verify import judge
+
+NARROW = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+CPU = torch.device("cpu")
+
+
+def spread(count: int) -> torch.Tensor:
+    """Values of every magnitude that the types tell apart, ties and neighbours of ties among them."""
+    draw = random.Random(count)
+    values = [0.0, -0.0, math.inf, -math.inf, math.nan]
+    for _ in range(count):
+        value = math.ldexp(draw.randrange(1, 2**53), draw.randrange(-200, 80))
+        short = math.ldexp(draw.randrange(1, 2**13), draw.randrange(-150, 120))
+        values += [value, -short, math.nextafter(short, 0.0), math.nextafter(short, math.inf)]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def by_definition(x: float, dtype: torch.dtype) -> float:
+    """The nearest multiple of the spacing, ties to even, in exact arithmetic."""
+    info = torch.finfo(dtype)
+    if not math.isfinite(x) or x == 0.0:
+        return x
+    exponent = max(math.frexp(x)[1] - 1, math.frexp(info.tiny)[1] - 1)
+    step = Fraction(2) ** exponent * Fraction(info.eps)
+    value = round(Fraction(x) / step) * step
+    return math.copysign(math.inf if abs(value) > info.max else float(abs(value)), x)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_nearest_is_one_rounding_to_nearest_even(dtype):
+    x = spread(500)
+    want = torch.tensor([by_definition(value, dtype) for value in x.tolist()], dtype=torch.float64)
+    got = nearest(x, dtype)
+    assert torch.equal(got.nan_to_num(nan=7.0), want.nan_to_num(nan=7.0))
+
+
+def test_nearest_agrees_with_the_hardware_in_float32():
+    x = spread(500)
+    assert torch.equal(nearest(x, torch.float32).nan_to_num(7.0), x.float().double().nan_to_num(7.0))
+
+
+def test_nearest_does_not_round_twice():
+    # Just above the middle of two bfloat16 neighbours, by less than float32 can tell.
+    x = torch.tensor(1.0 + 2.0**-8 + 2.0**-40, dtype=torch.float64)
+    assert nearest(x, torch.bfloat16).item() == 1.0 + 2.0**-7
+    assert x.float().bfloat16().item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_spacing_is_that_of_the_type(dtype):
+    info = torch.finfo(dtype)
+    x = torch.tensor([1.0, 1.5, 2.0, 0.0, info.tiny, info.max], dtype=torch.float64)
+    at_max = 2.0 ** (math.frexp(info.max)[1] - 1) * info.eps
+    want = [info.eps, info.eps, 2 * info.eps, info.tiny * info.eps, info.tiny * info.eps, at_max]
+    assert spacing(x, dtype).tolist() == want
+
+
+def test_gamma_bounds_a_product_of_roundings_and_gives_up_in_time():
+    u = Fraction(1, 2**24)
+    assert gamma(1000, 2.0**-24).item() > float((1 + u) ** 1000 - 1)
+    assert gamma(2.0**24, 2.0**-24).item() == math.inf
+
+
+def test_a_materialised_value_is_known_unless_a_boundary_is_near():
+    far, near = 1.0 + 2.0**-9, 1.0 + 2.0**-8
+    ball = Ball(torch.tensor([far, near]).double(), torch.tensor([2.0**-20, 2.0**-20]).double())
+    cut = materialised(ball, "bfloat16", torch.bfloat16)
+    assert cut.radius.tolist() == [0.0, 2.0**-8]
+    assert (cut.mid - cut.radius).tolist() == [1.0, 1.0]
+    assert (cut.mid + cut.radius)[1].item() == 1.0 + 2.0**-7
+
+
+def test_formats_are_those_of_ieee():
+    half = number_format("float16", torch.bfloat16)
+    assert (half.roundoff, half.underflow, half.flush) == (2.0**-11, 2.0**-25, 2.0**-14)
+    assert number_format("input", torch.bfloat16).roundoff == 2.0**-8
+    assert number_format("exact", torch.bfloat16).roundoff == 0.0
+    with pytest.raises(ValueError, match="'bf16' is no torch dtype"):
+        number_format("bf16", torch.bfloat16)
+
+
+def test_a_layers_steps_stay_inside_their_balls():
+    draw = torch.Generator().manual_seed(3)
+    x, w = torch.randn(64, 96, generator=draw), torch.randn(48, 96, generator=draw)
+    acc = number_format("float32", torch.float32)
+    given = Ball(x.double(), torch.zeros(64, 96, dtype=torch.float64))
+    ball = linear(given, w.double(), Numerics(), acc)
+    assert ((x @ w.T).double() - ball.mid).abs().le(ball.radius).all()
+    norm = rms_norm(given, w[0].double(), 1e-6, 1.5, acc)
+    got = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * 1.5 * w[0]
+    assert (got.double() - norm.mid).abs().le(norm.radius).all()
+    assert norm.radius.le(2.0**-14 * norm.mid.abs() + 2.0**-100).all()
+
+
+def rejected(count: int, seed: str) -> list[str]:
+    draw, failures = random.Random(seed), []
+    for _ in range(count):
+        name = draw.choice(("latent_attention", "attention"))
+        case, backend = random_case(draw, name), random_kernel(draw, name)
+        for verdict in judge(backend, case, oracles=("value", "lse", "empty_rows")):
+            if verdict.status != PASS:
+                failures.append(f"{verdict.detail} {backend.name} {backend.numerics} {case.to_json()}")
+    return failures
+
+
+def test_no_right_kernel_is_rejected():
+    assert rejected(60, "fast") == []
+
+
+@pytest.mark.slow
+def test_no_right_kernel_is_rejected_in_ten_thousand_cases():
+    assert rejected(int(os.environ.get("MLA_VERIFY_CASES", "10000")), "slow") == []
+
+
+def uncovered(got: torch.Tensor, want: Admissible) -> float:
+    """The largest error over its bound, what the output's own rounding explains taken off."""
+    error = (got.double() - want.mid).abs()
+    half = 0.5 * spacing(torch.maximum(got.double().abs(), want.mid.abs()), want.dtype)
+    ratio = (error - half).clamp(min=0.0) / want.radius
+    return float(ratio[want.radius > 0].max())
+
+
+def worst_weights_case() -> Case:
+    """Two keys whose weights round the same way, with values of both signs: see the test."""
+    config = MLAConfig(
+        name="two keys",
+        hidden_size=16,
+        num_heads=1,
+        q_lora_rank=None,
+        kv_lora_rank=2,
+        qk_nope_head_dim=2,
+        qk_rope_head_dim=2,
+        v_head_dim=2,
+    )
+    return Case(
+        problem="latent_attention", config=config, q_lens=(1,), kv_lens=(65,), dtype="float32", cache_format="fp32"
+    )
+
+
+def test_the_bound_is_reached_within_a_factor_of_two():
+    """64 keys whose weight bfloat16 rounds up by its whole roundoff, against one that is exact."""
+    case = worst_weights_case()
+    inputs = problem("latent_attention").materialize(case, CPU)
+    query = torch.tensor([[[1.0, 0.0]]])
+    # exp(s) just above 1 + 2^-8: the middle between the two neighbours 1 and 1 + 2^-7, seen from 0.5.
+    score = math.log((1.0 + 2.0**-8 + 2.0**-20) / 2.0) / inputs.softmax_scale
+    entries = torch.tensor([[0.0, -1.0, 0.0, 0.0]] + [[score, 1.0, 0.0, 0.0]] * 64)
+    for i, entry in enumerate(entries):
+        block = int(inputs.block_table[0, i // case.block_size])
+        inputs.kv_cache[block, i % case.block_size] = entry
+    inputs = inputs._replace(ql_nope=query, q_pe=torch.zeros(1, 1, 2))
+    kernel = simulated("latent_attention", Numerics(p="bfloat16", sum_rounded_p=False), Schedule(tile=128))
+    want = ADMISSIBLE["latent_attention"](inputs, kernel.numerics)["out"]
+    ratio = uncovered(kernel.fn(*inputs).out, want)
+    assert 0.5 < ratio <= 1.0
+
+
+def test_ill_conditioned_rows_are_counted_and_bounded_by_their_values():
+    case = replace(LATENT, regime="huge", dtype="bfloat16")
+    inputs = problem("latent_attention").materialize(case, CPU)
+    sharp = attended(inputs, Numerics(), torch.bfloat16)
+    coarse = attended(inputs, Numerics(accumulate="bfloat16"), torch.bfloat16)
+    rows = sum(case.q_lens) * case.config.num_heads
+    assert sharp[2] == 0
+    assert coarse[2] == rows
+    assert coarse[0].radius.isfinite().any()
+
+
+def test_the_declared_roundings_widen_the_bound():
+    inputs = problem("latent_attention").materialize(LATENT, CPU)
+    radius = ADMISSIBLE["latent_attention"](inputs, Numerics())["out"].radius
+    for change in (
+        {"p": "bfloat16"},
+        {"partial": "bfloat16"},
+        {"max_splits": 8},
+        {"min_tile": 1},
+        {"exp_error": 64.0},
+        {"log_error": 64.0},
+        {"dot_roundings": 2.0},
+        {"accumulate": "bfloat16"},
+    ):
+        wider = ADMISSIBLE["latent_attention"](inputs, replace(Numerics(), **change))["out"].radius
+        assert (wider > radius).all(), change
+
+
+def test_a_dropped_rounding_of_the_operand_type_is_noticed():
+    """A cache that is dequantised to bfloat16 is judged with bfloat16 operands, and with no others."""
+    case = replace(LATENT, cache_format="fp8_e4m3", kv_scale=0.037, dtype="float32")
+    exact = simulated("latent_attention", Numerics(), Schedule())
+    narrow = simulated("latent_attention", Numerics(kv="bfloat16"), Schedule())
+    for backend, numerics in ((exact, narrow.numerics), (narrow, exact.numerics)):
+        assert {v.status for v in judge(backend, case, oracles=("value",))} == {PASS}
+        (verdict,) = judge(replace(backend, numerics=numerics), case, oracles=("value",))
+        assert verdict.status != PASS

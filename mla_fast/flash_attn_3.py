@@ -1,0 +1,124 @@
+"""Adapter to FlashAttention-3 with a latent query, ``flash_attn_with_kvcache(qv=…)``.
+
+Version: ``flash_attn_interface`` of Dao-AILab/flash-attention 0251105 (2026-08, hopper/), which reads
+pages; where it is missing, ``fa3_fwd_interface`` of the PyPI wheel fa3-fwd 0.0.3, which is built without
+pages and without float16: this adapter then copies every request's live entries into one contiguous, zeroed
+cache first, and waits for the lengths to do so. The copy is part of what is judged and timed.
+Conversions: q_pe is FlashAttention's q, ql_nope its qv; rope and latent parts of the cache its k and v;
+``lse`` comes as [h t]. Rows without a key already give 0 and -inf.
+Not supported: widths other than 256 … 512 latent and 8 … 64 rope channels in multiples of 8, caches of
+another type than the query's, GPUs other than Hopper.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from mla_ref.backend import Backend
+from mla_ref.case import Case
+from mla_ref.formats import CacheFormat, cache_format
+from mla_ref.numerics import FLOAT32, INPUT, Numerics
+from mla_ref.pages import gather
+from mla_ref.problem import AttentionOutput, implements
+from mla_ref.problems.latent_attention import PROBLEM
+
+PAGED, CONTIGUOUS = "flash_attn_interface", "fa3_fwd_interface"
+FORMATS = {"bf16": "bfloat16", "fp16": "float16"}
+ALIGNMENT = 16  # bytes, of every address and stride that the copy engine sees
+
+
+def installed() -> str | None:
+    """The module that will be called."""
+    return next((name for name in (PAGED, CONTIGUOUS) if importlib.util.find_spec(name)), None)
+
+
+def requires(device: str) -> str | None:
+    """Either module, and a Hopper GPU."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "FlashAttention-3 takes qv on compute capability 9.0 alone"
+    return None if installed() else f"neither {PAGED} nor {CONTIGUOUS} is installed"
+
+
+def supports(case: Case) -> str | None:
+    """Widths that its kernels have, in the query's own type, and for pages aligned."""
+    c, r, fmt = case.config.kv_lora_rank, case.config.qk_rope_head_dim, cache_format(case.cache_format)
+    if c % 8 or r % 8 or not 256 <= c <= 512 or not 8 <= r <= 64:
+        return f"c={c}, r={r}; FlashAttention-3 takes 256 … 512 and 8 … 64, multiples of 8"
+    if FORMATS.get(fmt.name) != case.dtype:
+        return f"{case.dtype} queries over a {fmt.name} cache; FlashAttention-3 takes bf16 or fp16 throughout"
+    if installed() == PAGED:
+        return case.layout.why_not_aligned(fmt.entry_bytes(c, r), case.block_size, ALIGNMENT)
+    return f"{CONTIGUOUS} is built without float16" if case.dtype == "float16" else None
+
+
+def with_splits(num_splits: int) -> Callable[..., AttentionOutput]:
+    """The implementation with so many splits; 0 leaves it to FlashAttention."""
+
+    @implements(PROBLEM, values=False)
+    def flash_attn_3(
+        ql_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        max_seqlen_q: int,
+        softmax_scale: float,
+        cache_format: CacheFormat,
+        kv_scale: torch.Tensor,
+    ) -> AttentionOutput:
+        """Multi-query attention over the latent cache by FlashAttention-3.
+
+        Error: float32 scores, sums and partial results; weights rounded to the query's type.
+        Source: Dao-AILab/flash-attention, hopper/flash_api.cpp and hopper/softmax.h.
+        """
+        name, c = installed(), ql_nope.shape[2]
+        if name is None:
+            raise ValueError(f"neither {PAGED} nor {CONTIGUOUS} is installed")
+        paged = name == PAGED
+        cache = kv_cache if paged else _contiguous(kv_cache, block_table, cache_seqlens)
+        out, lse, *_ = importlib.import_module(name).flash_attn_with_kvcache(
+            q_pe,
+            cache[..., None, c:],
+            cache[..., None, :c],
+            qv=ql_nope,
+            cache_seqlens=cache_seqlens.contiguous(),
+            page_table=block_table.contiguous() if paged else None,
+            cu_seqlens_q=cu_seqlens_q.contiguous(),
+            max_seqlen_q=max_seqlen_q,
+            softmax_scale=softmax_scale,
+            causal=True,
+            num_splits=num_splits,
+            return_softmax_lse=True,
+        )
+        return AttentionOutput(out, lse.transpose(0, 1))
+
+    return flash_attn_3
+
+
+def _contiguous(
+    kv_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """[b j e]: every request's live entries, zeros behind them, which masked weights may multiply."""
+    lengths = cache_seqlens.tolist()
+    cache = kv_cache.new_zeros(len(lengths), max(1, *lengths), kv_cache.shape[2])
+    for i, length in enumerate(lengths):
+        cache[i, :length] = gather(kv_cache, block_table[i], 0, length)
+    return cache
+
+
+flash_attn_3 = with_splits(0)
+
+BACKEND = Backend(
+    "mla_fast.flash_attn_3",
+    "latent_attention",
+    flash_attn_3,
+    Numerics(p=INPUT, sum_rounded_p=False, partial=FLOAT32, max_splits=128, min_tile=64),
+    requires=requires,
+    supports=supports,
+    variants={"splits_1": with_splits(1), "splits_5": with_splits(5)},
+)

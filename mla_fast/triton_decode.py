@@ -47,6 +47,7 @@ SCALING = {
     "fp8_ds_mla_pow2": "tile",
 }
 TILE_CHANNELS = 128
+SCALE_BYTES = 4  # of a tile's float32 scale, which is read from an aligned address
 
 
 class Tile(NamedTuple):
@@ -142,16 +143,12 @@ def _version(text: str) -> tuple[int, ...]:
 def supports(case: Case) -> str | None:
     """Why a case is outside what the kernel computes."""
     fmt, config = cache_format(case.cache_format), case.config
-    reason = _why_not(getattr(torch, case.dtype), fmt, config.kv_lora_rank, config.qk_rope_head_dim)
-    if reason or SCALING[fmt.name] != "tile":
+    c, r = config.kv_lora_rank, config.qk_rope_head_dim
+    if reason := _why_not(getattr(torch, case.dtype), fmt, c, r):
         return reason
-    entry_bytes = fmt.entry_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
-    steps = {
-        "layout.offset": case.layout.offset,
-        "entry stride": case.layout.entry_stride(entry_bytes),
-        "block stride": case.layout.block_stride(entry_bytes, case.block_size),
-    }
-    return _why_not_aligned(fmt, steps)
+    if SCALING[fmt.name] == "tile":
+        return case.layout.why_not_aligned(fmt.entry_bytes(c, r), case.block_size, SCALE_BYTES)
+    return None
 
 
 def _why_not(query: torch.dtype, fmt: CacheFormat, c: int, r: int) -> str | None:
@@ -161,13 +158,6 @@ def _why_not(query: torch.dtype, fmt: CacheFormat, c: int, r: int) -> str | None
         return f"cache format {fmt.name} is not one of {', '.join(SCALING)}"
     if _padded(c) + (_padded(r) if r else 0) > MAX_CHANNELS:
         return f"c={c} and r={r} are padded to powers of two, of which {MAX_CHANNELS} channels fit"
-    return None
-
-
-def _why_not_aligned(fmt: CacheFormat, steps: dict[str, int]) -> str | None:
-    for name, step in steps.items():
-        if step % 4:
-            return f"{fmt.name} has float32 scales, but the {name} of {step} bytes is no multiple of 4"
     return None
 
 
@@ -223,8 +213,9 @@ def _typed_views(kv_cache: torch.Tensor, fmt: CacheFormat, c: int, r: int) -> _C
         "block stride": kv_cache.stride(0),
         "entry stride": kv_cache.stride(1),
     }
-    if reason := _why_not_aligned(fmt, steps):
-        raise ValueError(f"kv_cache: {reason}")
+    for name, step in steps.items():
+        if step % SCALE_BYTES:
+            raise ValueError(f"kv_cache: {name} is {step} bytes, must be a multiple of {SCALE_BYTES}")
     return _Cache(
         latent=codes[..., :c],
         rope=codes[..., rope : rope + 2 * r].view(torch.bfloat16),

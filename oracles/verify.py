@@ -68,6 +68,10 @@ class _Raised(Exception):
     """The implementation on trial raised; whatever else is raised is a defect of the judge and propagates."""
 
 
+class _Malformed(Exception):
+    """The implementation returned something that has not the fields of an output."""
+
+
 def judge(
     backend: Backend, case: Case, *, device: str = "cpu", oracles: Iterable[str] | None = None
 ) -> list[Verdict]:
@@ -122,8 +126,11 @@ def _judge_variant(
             _foul(expected())
         try:
             output = fn(*private)
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize(device)
         except Exception as error:
             raise _Raised(f"{type(error).__name__}: {_line(error)}") from error
+        output = _as_output(contract, output)
         if given is inputs:
             runs.append((output, private))
         return output
@@ -163,6 +170,8 @@ def _check(trial: Trial, oracle: Oracle, variant: str, device: str) -> Verdict:
         else:
             finding = oracle.check(trial)
         status = PASS if finding.ok else FAIL
+    except _Malformed as error:
+        status, finding = FAIL, Finding(ok=False, detail=str(error))
     except _Raised as error:
         status, finding = ERROR, Finding(ok=False, detail=str(error))
     seconds = time.perf_counter() - start
@@ -199,13 +208,9 @@ def _verdict(
 
 
 def why_malformed(trial: Trial, output: Any) -> str | None:
-    """What makes an output none of its problem's, before any value is looked at, or None."""
-    fields = tuple(trial.problem.output_shapes)
-    if not isinstance(output, tuple) or len(output) != len(fields):
-        what = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
-        return f"output: is {what}, must be ({', '.join(fields)})"
+    """Which field of an output has not its problem's type, shape or device, or None."""
     expected = trial.expected()
-    for name, tensor in zip(fields, output, strict=True):
+    for name, tensor in zip(trial.problem.output_shapes, output, strict=True):
         if name in expected:
             reason = why_not_comparable(name, tensor, expected[name].mid, expected[name].dtype)
         elif name in trial.problem.writes:
@@ -216,6 +221,18 @@ def why_malformed(trial: Trial, output: Any) -> str | None:
         if reason is not None:
             return reason
     return None
+
+
+def _as_output(contract: Problem, output: Any) -> Any:
+    """The problem's output from any tuple of its fields. Raises: _Malformed."""
+    fields = tuple(contract.output_shapes)
+    if not isinstance(output, tuple) or len(output) != len(fields):
+        what = f"a tuple of {len(output)}" if isinstance(output, tuple) else type(output).__name__
+        raise _Malformed(f"output: is {what}, must be ({', '.join(fields)})")
+    for name, tensor in zip(fields, output, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise _Malformed(f"{name}: is {type(tensor).__name__}, must be a tensor")
+    return contract.output(*output)
 
 
 def _line(error: BaseException) -> str:

@@ -8,6 +8,8 @@ Kills: an output that is remembered instead of computed, heads that are mixed up
 
 from typing import Any
 
+import torch
+
 from oracles.compare import within, worst_of
 from oracles.oracle import Oracle, Trial, private_copy
 from oracles.verdict import Finding
@@ -34,8 +36,11 @@ def _reversed(trial: Trial) -> Any:
     inputs = private_copy(trial.inputs)
     for name, letters in trial.problem.shapes.items():
         if axes := _heads(letters):
+            tensor = getattr(inputs, name)
+            if tensor.element_size() == 1:
+                tensor = tensor.view(torch.uint8)  # not every float8 type can be flipped
             # Through the old strides: a kernel sees the layout that it was given.
-            getattr(inputs, name).copy_(getattr(inputs, name).flip(axes))
+            tensor.copy_(tensor.flip(axes))
     return inputs
 
 

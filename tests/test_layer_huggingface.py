@@ -5,93 +5,46 @@ and not roundings, its code is also evaluated with its float32 replaced by float
 the bound of a float64 layer, like ours. Its untouched float32 code must be within that of a float32 layer.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from test_layer import SCHEDULES, in_steps, judge, one_request, small
+from test_layer import SCHEDULES, in_steps, judge, one_request
+from their_layer import (
+    MODELS,
+    TOKENS,
+    WHOLE,
+    Model,
+    Wide,
+    as_pairs,
+    modeling,
+    our_tables,
+    run,
+    their_attention,
+    their_config,
+    their_layer,
+    their_tables,
+    transformers,
+)
 
+import mla_ref.layer
 from mla_ref.case import Case
-from mla_ref.config import YARN, MLAConfig, RopeConfig
-from mla_ref.layer import BACKEND
+from mla_ref.config import MLAConfig
+from mla_ref.layer import BACKEND, up_projections
 from mla_ref.naive import naive
-from mla_ref.pages import scatter
-from mla_ref.presets import preset
+from mla_ref.pages import gather
+from mla_ref.problem import AttentionOutput
+from mla_ref.problems.attention import AttentionInputs
 from mla_ref.problems.layer import LayerInputs
 from mla_ref.problems.rope import PROBLEM as ROPE_PROBLEM
 from mla_ref.rope import BACKEND as ROPE
-from mla_ref.rope import cos_sin
-from oracles.bounds import ADMISSIBLE
+from oracles.bounds import ADMISSIBLE, Admissible, Ball, accumulator, linear, rms_norm, rotation
 from oracles.compare import within
 
-transformers = pytest.importorskip("transformers", reason="compares with transformers' attention")
-
-LAYER = 1
-PLAIN = RopeConfig()
-V3_ROPE = preset("deepseek-v3").rope
-
-
-class Model(NamedTuple):
-    """A model type of transformers, the prefix of its classes, and the same dimensions as ours."""
-
-    family: str
-    prefix: str
-    config: MLAConfig
-    attention: str = "Attention"
-
-
-LONGCAT = small("longcat-flash", q_lora_scale=math.sqrt(42 / 20), kv_lora_scale=math.sqrt(42 / 26))
-# Their one key for both lengths; positions 4 and 8 are in the second and third octave.
-MISTRAL = small(
-    "mistral-small-4",
-    rope=replace(preset("mistral-small-4").rope, original_max_position=4),
-    llama4_max_position=4,
-)
-V2, V3 = ("deepseek_v2", "DeepseekV2"), ("deepseek_v3", "DeepseekV3")
-MODELS = {
-    "v2-lite": Model(*V2, small("deepseek-v2-lite")),
-    "v2-lite-no-yarn": Model(*V2, small("deepseek-v2-lite", rope=PLAIN)),
-    "v2": Model(*V2, small("deepseek-v2")),
-    "v3": Model(*V3, small("deepseek-v3")),
-    "v3-no-yarn": Model(*V3, small("deepseek-v3", rope=PLAIN)),
-    "v3-no-q-lora": Model(*V3, small("deepseek-v3", q_lora_rank=None)),
-    "v3-biases": Model(*V3, small("deepseek-v3", attention_bias=True)),
-    "v3-half-split": Model(*V3, small("deepseek-v3", rope=replace(V3_ROPE, interleaved=False))),
-    "v3-two-magnitudes": Model(*V3, small("deepseek-v3", rope=replace(V3_ROPE, mscale=0.7))),
-    "kimi-k2": Model(*V3, small("kimi-k2")),
-    "moonlight": Model(*V3, small("moonlight-16b-a3b")),
-    "minicpm3": Model("minicpm3", "MiniCPM3", small("minicpm3-4b")),
-    "glm-4.7-flash": Model("glm4_moe_lite", "Glm4MoeLite", small("glm-4.7-flash")),
-    "longcat-flash": Model("longcat_flash", "LongcatFlash", LONGCAT, "MLA"),
-    "mistral-small-4": Model("mistral4", "Mistral4", MISTRAL),
-    "youtu": Model("youtu", "Youtu", small("youtu-llm-2b")),
-    "a.x-k1": Model("axk1", "AXK1", small("a.x-k1")),
-    "kimi-linear": Model("kimi_linear", "KimiLinear", small("kimi-linear-48b")),
-}
-WHOLE = {
-    "whole-v2-lite": Model(*V2, preset("deepseek-v2-lite")),
-    "whole-v3-rank-of-64": Model(*V3, preset("deepseek-v3").shard(64)),
-}
 RUNS = {f"{name}-{how}": (model, steps) for name, model in MODELS.items() for how, steps in SCHEDULES.items()}
-WHOLE_RUNS = {name: (model, SCHEDULES["prefill-decode"]) for name, model in WHOLE.items()}
-
-
-class Wide:
-    """torch, with float64 where its float32 is named."""
-
-    float = torch.float64
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(torch, name)
-
-
-def modeling(model: Model) -> ModuleType:
-    return getattr(getattr(transformers.models, model.family), f"modeling_{model.family}")
 
 
 @pytest.fixture
@@ -104,104 +57,58 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def their_config(model: Model) -> Any:
-    config, rope = model.config, model.config.rope
-    parameters: dict[str, object] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
-    if rope.scaling == YARN:
-        names = ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-        parameters |= {name: getattr(rope, name) for name in names}
-        parameters["original_max_position_embeddings"] = rope.original_max_position
-    if config.llama4_beta:
-        parameters["original_max_position_embeddings"] = config.llama4_max_position
-        parameters["llama_4_scaling_beta"] = config.llama4_beta
-    theirs = transformers.CONFIG_MAPPING[model.family](
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_heads,
-        q_lora_rank=config.q_lora_rank,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        max_position_embeddings=config.max_position,
-        attention_bias=config.attention_bias,
-        rope_parameters=parameters,
-        rope_interleave=rope.interleaved,
-    )
-    if model.family == "longcat_flash":
-        theirs.head_dim = config.qk_rope_head_dim  # the others derive it
-    theirs._attn_implementation = "eager"
-    return theirs
+Steps = dict[str, list[torch.Tensor]]
 
 
-def their_attention(model: Model, dtype: torch.dtype) -> torch.nn.Module:
-    made: torch.nn.Module = getattr(modeling(model), model.prefix + model.attention)(
-        their_config(model), LAYER
-    )
-    return made.to(dtype)
+def their_steps(
+    model: Model, inputs: LayerInputs, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    """Their cache; ``steps`` gathers what each step gave."""
+    module, plain = modeling(model), modeling(model).eager_attention_forward
+
+    def attend(attention: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, weights = plain(attention, query, *args, **kwargs)
+        p, query = model.config.qk_nope_head_dim, query[0].transpose(0, 1)
+        steps["q_nope"].append(query[..., :p])
+        steps["q_pe"].append(as_pairs(model, query[..., p:]))
+        steps["attention"].append(out[0])
+        return out, weights
+
+    monkeypatch.setattr(module, "eager_attention_forward", attend)
+    attention = their_attention(model, torch.float64)
+    for name, child in attention.named_children():
+        child.register_forward_hook(lambda child, args, out, name=name: steps[name].append(out[0]))
+    return run(attention, model, inputs, SCHEDULES["prefill-decode"], their_tables(model))[1]
 
 
-Tables = Callable[[torch.Tensor, torch.Tensor], object]
+def our_steps(
+    model: Model, inputs: LayerInputs, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    """Our cache, likewise."""
+    project, rms_norm = mla_ref.layer.project, mla_ref.layer.rms_norm
 
+    def projected(x: torch.Tensor, weights: Any, name: str) -> torch.Tensor:
+        steps[name].append(project(x, weights, name))
+        return steps[name][-1]
 
-def their_tables(model: Model) -> Tables:
-    """(hidden states, positions) -> what their attention takes for the rotation."""
-    if not model.config.rope.rotate:
-        return lambda hidden, positions: None
-    tables: Tables = getattr(modeling(model), f"{model.prefix}RotaryEmbedding")(their_config(model))
-    return tables
+    def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, gain: float) -> torch.Tensor:
+        name = "kv_a_layernorm" if len(weight) == model.config.kv_lora_rank else "q_a_layernorm"
+        steps[name].append(rms_norm(x, weight, eps, gain))
+        return steps[name][-1]
 
+    def attend(*args: Any) -> AttentionOutput:
+        out = naive(*args)
+        for name, x in (("q_nope", args[0]), ("q_pe", args[1]), ("attention", out.out)):
+            steps[name].append(x)
+        return out
 
-def our_tables(model: Model) -> Tables:
-    """The same, from float64 angles, rounded once."""
-
-    def tables(hidden: torch.Tensor, positions: torch.Tensor) -> object:
-        cos, sin = cos_sin(model.config.rope, positions[0], model.config.qk_rope_head_dim)
-        cos, sin = cos.to(hidden.dtype)[None], sin.to(hidden.dtype)[None]
-        if model.family == "deepseek_v2":
-            return torch.complex(cos, sin)
-        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
-
-    return tables
-
-
-def their_layer(
-    model: Model, inputs: LayerInputs, steps: tuple[int, ...], tables: Tables
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, cache) of their attention over one request, so many tokens at a time."""
-    attention = their_attention(model, inputs.hidden_states.dtype)
-    attention.load_state_dict(inputs.weights)
-    cache, outs, start = transformers.DynamicCache(), [], 0
-    for count in steps:
-        hidden = inputs.hidden_states[None, start : start + count]
-        positions = inputs.positions[None, start : start + count]
-        unseen = torch.arange(start + count) > positions[0, :, None]
-        mask = torch.zeros(unseen.shape, dtype=hidden.dtype).masked_fill(unseen, -torch.inf)
-        with torch.no_grad():
-            out, _ = attention(
-                hidden_states=hidden,
-                position_embeddings=tables(hidden, positions),
-                attention_mask=mask[None, None],
-                position_ids=positions,
-                cache=cache,
-            )
-        outs.append(out[0])
-        start += count
-    return torch.cat(outs), as_pages(model, cache.layers[LAYER], inputs)
-
-
-def as_pages(model: Model, layer: Any, inputs: LayerInputs) -> torch.Tensor:
-    """Their cached latents in our pages; interleaved pairs, which all but DeepSeek-V2 write half-split."""
-    k_pe = layer.values[0, 0]
-    if model.config.rope.rotate and model.config.rope.interleaved and model.family != "deepseek_v2":
-        k_pe = k_pe.unflatten(-1, (2, -1)).transpose(1, 2).flatten(1)
-    kv_cache = inputs.kv_cache.clone()
-    scatter(kv_cache, inputs.slot_mapping, torch.cat([layer.keys[0, 0], k_pe], dim=-1))
-    return kv_cache
+    monkeypatch.setattr(mla_ref.layer, "project", projected)
+    monkeypatch.setattr(mla_ref.layer, "rms_norm", normed)
+    return in_steps(inputs, SCHEDULES["prefill-decode"], attend)[1]
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize(("model", "steps"), (RUNS | WHOLE_RUNS).values(), ids=RUNS | WHOLE_RUNS)
+@pytest.mark.parametrize(("model", "steps"), RUNS.values(), ids=RUNS)
 def test_their_formulas_are_ours(model, steps, seed):
     inputs = one_request(model.config, torch.float64, seed)
     judge(*their_layer(model, inputs, steps, their_tables(model)), inputs, BACKEND.numerics)
@@ -212,6 +119,75 @@ def test_their_formulas_are_ours(model, steps, seed):
 def test_their_float32_is_a_float32_layer(model, steps, seed):
     inputs = one_request(model.config, torch.float32, seed)
     judge(*their_layer(model, inputs, steps, our_tables(model)), inputs, BACKEND.numerics)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("record", [their_steps, our_steps])
+@pytest.mark.parametrize("model", WHOLE.values(), ids=WHOLE)
+def test_every_step_at_full_dimensions(model, record, seed, monkeypatch):
+    """Each step is judged on what the one before it gave, so that no bound outgrows a rounding to float32.
+
+    Over the whole layer the bounds multiply: to 1e-5 for DeepSeek-V3, though all agree to 1e-14.
+    """
+    inputs, steps = one_request(model.config, torch.float64, seed), defaultdict(list)
+    kv_cache = record(model, inputs, steps, monkeypatch)
+    step = {name: torch.cat(parts) for name, parts in steps.items() if name != "kv_b_proj"}
+    config, weights, acc = model.config, inputs.weights, accumulator(BACKEND.numerics, torch.float64)
+
+    def exactly(x: torch.Tensor) -> Ball:
+        return Ball(x, torch.zeros_like(x))
+
+    def projected(x: torch.Tensor, name: str) -> Ball:
+        return linear(exactly(x), weights[f"{name}.weight"], BACKEND.numerics, acc)
+
+    def normed(x: torch.Tensor, name: str) -> Ball:
+        return rms_norm(exactly(x), weights[f"{name}.weight"], config.rms_norm_eps, 1.0, acc)
+
+    def rotated(x: torch.Tensor) -> Ball:
+        return rotation(exactly(x), inputs.positions, config.rope, BACKEND.numerics, torch.float64)
+
+    c, p = config.kv_lora_rank, config.qk_nope_head_dim
+    step["k_pe"] = gather(kv_cache, inputs.block_table[0], 0, TOKENS)[:, None, c:]
+    q = step["q_proj" if config.q_lora_rank is None else "q_b_proj"].view(
+        TOKENS, config.num_heads, config.qk_head_dim
+    )
+    want = {
+        "kv_a_proj_with_mqa": projected(inputs.hidden_states, "kv_a_proj_with_mqa"),
+        "kv_a_layernorm": normed(step["kv_a_proj_with_mqa"][:, :c], "kv_a_layernorm"),
+        "k_pe": rotated(step["kv_a_proj_with_mqa"][:, None, c:]),
+        "q_nope": exactly(q[..., :p]),
+        "q_pe": rotated(q[..., p:]),
+        "o_proj": projected(step["attention"].flatten(1), "o_proj"),
+    }
+    if config.q_lora_rank is None:
+        want["q_proj"] = projected(inputs.hidden_states, "q_proj")
+    else:
+        want["q_a_proj"] = projected(inputs.hidden_states, "q_a_proj")
+        want["q_a_layernorm"] = normed(step["q_a_proj"], "q_a_layernorm")
+        want["q_b_proj"] = projected(step["q_a_layernorm"], "q_b_proj")
+    w_uk, w_uv = up_projections(weights["kv_b_proj.weight"], config)
+    attention = AttentionInputs(
+        q_nope=step["q_nope"],
+        q_pe=step["q_pe"],
+        kv_cache=kv_cache,
+        block_table=inputs.block_table,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cache_seqlens=inputs.cache_seqlens,
+        w_uk=w_uk,
+        w_uv=w_uv,
+        max_seqlen_q=TOKENS,
+        softmax_scale=config.softmax_scale,
+        cache_format=inputs.cache_format,
+        kv_scale=inputs.kv_scale,
+    )
+    admissible = {name: Admissible(*ball, torch.float64) for name, ball in want.items()}
+    admissible["attention"] = ADMISSIBLE["attention"](attention, BACKEND.numerics)["out"]
+    assert set(step) == set(admissible)
+    for name, expected in admissible.items():
+        finding = within(name, step[name], expected)
+        assert finding.ok, finding.detail
+        rounding = torch.finfo(torch.float32).eps / 2 * float(expected.mid.abs().max())
+        assert float(expected.radius.max()) < rounding, name
 
 
 @pytest.mark.usefixtures("in_float64")

@@ -209,17 +209,31 @@ def test_a_private_copy_has_the_layout_of_the_original():
     assert copy.key_cache.untyped_storage().data_ptr() == copy.value_cache.untyped_storage().data_ptr()
 
 
-def test_memory_of_an_output_is_not_right_by_luck():
-    """A kernel that stores nothing gets NaN even where the allocator hands out what the last call freed."""
+def test_memory_is_fouled_before_every_call(monkeypatch):
+    """What an allocator hands out next should hold NaN and no earlier, right output."""
+    order = []
 
-    def lazy(*args):
-        out = torch.Tensor(sum(CASE.q_lens), CASE.config.num_heads, CASE.config.kv_lora_rank).to(
-            torch.bfloat16
-        )
-        return AttentionOutput(out, right(*args).lse)
+    def recorded(*args):
+        order.append("call")
+        return right(*args)
 
-    (verdict,) = judge(backend(lazy), CASE, oracles=["value"])
-    assert verdict.status == FAIL
+    def fouled(outputs):
+        order.append(sorted(outputs))
+
+    monkeypatch.setattr(verify, "_foul", fouled)
+    judge(backend(recorded), CASE, oracles=["value", "head_order"])
+    assert order == [["lse", "out"], "call"] * 2
+
+
+def test_a_later_output_that_is_malformed_fails():
+    calls = []
+
+    def gives_up(*args):
+        calls.append(args)
+        return right(*args) if len(calls) == 1 else None
+
+    (verdict,) = judge(backend(gives_up), CASE, oracles=["head_order"])
+    assert (verdict.status, verdict.detail) == (FAIL, "output: is NoneType, must be (out, lse)")
 
 
 @pytest.mark.parametrize("case", [WRITE, LAYER], ids=lambda case: case.problem)

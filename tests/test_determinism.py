@@ -1,0 +1,98 @@
+"""A case is a recipe: JSON loses nothing, and the same seed gives the same bits, today and on any machine."""
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mla_ref.case import Case
+from mla_ref.layout import CacheLayout
+from mla_ref.problem import problem, problems
+from mla_ref.values import REGIMES
+from oracles import mutants
+from oracles.mutants import YARN_ROPE
+from oracles.oracle import storage_bytes
+from oracles.verdict import Verdict
+from oracles.verify import backends, judge
+
+CASES = {
+    name: getattr(mutants, name)
+    for name in ("LATENT", "PER_TENSOR", "TILED", "PAGED", "MERGE", "ROPE_YARN", "WRITE", "READ", "LAYER")
+} | {
+    "EXPANDED": replace(
+        mutants.LATENT, problem="attention", dtype="float16", layout=CacheLayout(entry_align=256)
+    ),
+}
+
+# sha256 of every tensor's dtype, shape and memory, gaps included. A change here changes every recorded case.
+GOLDEN = {
+    "LATENT": "4d7a2b70546685bf",
+    "PER_TENSOR": "a71ca2121c3f8b08",
+    "TILED": "375d1b2d73e93113",
+    "PAGED": "77c26f7d381e8776",
+    "MERGE": "6875326c1b8957fc",
+    "ROPE_YARN": "c79f56d41a934e9d",
+    "WRITE": "0546056e17fc197e",
+    "READ": "a18dd1ca04d7fdcf",
+    "LAYER": "192b1a9fa3bc04c7",
+    "EXPANDED": "922b0fb506439c86",
+}
+
+
+def digest(case: Case) -> str:
+    found = hashlib.sha256()
+    inputs = problem(case.problem).materialize(case, torch.device("cpu"))
+
+    def take(name, value):
+        if isinstance(value, dict):
+            for key in sorted(value):
+                take(f"{name}/{key}", value[key])
+        elif isinstance(value, torch.Tensor):
+            found.update(f"{name} {value.dtype} {list(value.shape)} {value.stride()}".encode())
+            found.update(
+                storage_bytes(value.contiguous() if "cache" not in name else value).numpy().tobytes()
+            )
+        else:
+            found.update(f"{name} {value!r}".encode())
+
+    for name, value in inputs._asdict().items():
+        take(name, value)
+    return found.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_seed_gives_the_same_bits(name):
+    assert digest(CASES[name]) == GOLDEN[name]
+    assert digest(replace(CASES[name], seed=CASES[name].seed + 1)) != GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_json_loses_nothing(name):
+    case = replace(CASES[name], kv_scale=0.1 + 0.2, seed=2**31 - 1)
+    assert Case.from_json(case.to_json()) == case
+    assert digest(Case.from_json(case.to_json())) == digest(case)
+
+
+def test_json_loses_nothing_of_a_rope():
+    config = replace(mutants.CONFIG, rope=replace(YARN_ROPE, attention_factor=0.1))
+    case = replace(mutants.LATENT, config=config)
+    assert Case.from_json(case.to_json()) == case
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_regime_gives_the_same_bits_twice(regime):
+    case = replace(mutants.LATENT, regime=regime)
+    assert digest(case) == digest(case)
+
+
+def test_a_verdict_is_the_same_twice_but_for_its_time():
+    case = mutants.LATENT
+    first, second = (judge(backends()["mla_ref.latent"], case) for _ in range(2))
+    assert [replace(v, seconds=0.0) for v in first] == [replace(v, seconds=0.0) for v in second]
+    for verdict in first:
+        assert Verdict.from_json(verdict.to_json()) == verdict
+
+
+def test_every_problem_that_has_inputs_is_covered():
+    assert {case.problem for case in CASES.values()} == set(problems()) - {"cache_capacity"}

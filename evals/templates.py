@@ -21,6 +21,10 @@ TRAIN = "train"
 HELD_OUT = "held_out"
 MOST_ENTRIES = 24
 
+# In the corpus, and not learnt by models of four layers: the number stands before its key ("58 apples"), so
+# the key that is found comes too late to say which number to keep.
+NOT_LEARNT = ("shelf",)
+
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
@@ -114,12 +118,15 @@ def problem(
             return made
 
 
-def problems(split: str, seed: int, count: int, *, entries: int | None = None) -> list[Problem]:
-    """``count`` problems of ``split``, no question twice."""
+def problems(
+    split: str, seed: int, count: int, *, entries: int | None = None, without: Sequence[str] = ()
+) -> list[Problem]:
+    """``count`` problems of ``split``, no question twice, none of the kinds in ``without``."""
     draws, seen = Draws(seed, f"problems/{split}/{entries}"), dict[str, Problem]()
     while len(seen) < count:
         made = problem(draws, split, entries=entries)
-        seen.setdefault(made.question, made)
+        if made.kind not in without:
+            seen.setdefault(made.question, made)
     return list(seen.values())
 
 

@@ -1,18 +1,25 @@
-"""How a model in training is examined: five-shot prompts of held-out problems, answered greedily."""
+"""How a model is examined: five-shot prompts of held-out problems, answered greedily.
 
-from collections.abc import Callable
+``python -m evals.train.examination geom`` examines a committed checkpoint, one JSON object a line.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 
 from evals.gsm8k import Row
-from evals.templates import HELD_OUT, TRAIN, Draws, problem, problems
+from evals.templates import HELD_OUT, NOT_LEARNT, TRAIN, Draws, problem, problems
+from evals.train.model import load, logits, rotary_tables
 from evals.train.tokenizer import Encoder, question_text
 
 SHOTS = 5
 LISTS = (5, 10, 20)
-ROWS = 64  # prompts in one forward pass
+ROWS = 32  # prompts in one forward pass
 
 Forward = Callable[[torch.Tensor], torch.Tensor]  # tokens [b s] -> logits [b s vocab]
 
@@ -25,10 +32,17 @@ class Question(NamedTuple):
     answer: list[int]
 
 
-def held_out(encode: Encoder, seed: int, count: int) -> dict[str, list[Question]]:
-    """``count`` questions of each set: stories, and lists of ``LISTS`` entries; shots as in training."""
-    sets = {"stories": problems(HELD_OUT, seed, count, entries=0)}
-    sets |= {f"lists of {n}": problems(HELD_OUT, seed, count, entries=n) for n in LISTS}
+def held_out(
+    encode: Encoder, seed: int, count: int, without: Sequence[str] = ()
+) -> dict[str, list[Question]]:
+    """``count`` questions of each set: stories, and lists of ``LISTS`` entries; shots as in training.
+
+    No question is of a kind in ``without``; shots are of all kinds.
+    """
+    lengths = {"stories": 0} | {f"lists of {n}": n for n in LISTS}
+    sets = {
+        name: problems(HELD_OUT, seed, count, entries=n, without=without) for name, n in lengths.items()
+    }
     examined = {}
     for name, made in sets.items():
         draws = Draws(seed, f"shots/{name}")
@@ -111,3 +125,53 @@ def _result(text: str) -> str | None:
 def _padded(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     longest = max(len(row) for row in rows)
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+
+
+def examine(
+    tokenizer: Tokenizer, forward: Forward, questions: list[Question], device: torch.device
+) -> list[bool]:
+    """Strict-match of each greedy answer.
+
+    An answer that is the wanted one word for word is found in one pass; only the others are written out.
+    """
+    right = teacher_forced(forward, questions, device)
+    rest = [i for i, ok in enumerate(right) if not ok]
+    stop = Encoder(tokenizer)("Question:")[0]
+    written = greedy(forward, [questions[i] for i in rest], 96, stop, device)
+    for i, tokens in zip(rest, written, strict=True):
+        right[i] = strict_match(tokenizer, tokens, questions[i].answer)
+    return right
+
+
+def main() -> None:
+    """Examine a checkpoint in evals/checkpoints."""
+    checkpoints = Path(__file__).resolve().parents[1] / "checkpoints"
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=sorted(p.name for p in checkpoints.iterdir() if p.is_dir()))
+    parser.add_argument("--count", type=int, default=200, help="questions of each set")
+    parser.add_argument("--seed", type=int, default=21, help="of the questions; training was watched on 20")
+    parser.add_argument("--every-kind", action="store_true", help="those that were not learnt as well")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = checkpoints / args.name
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = load(folder).to(device)
+    without = () if args.every_kind else NOT_LEARNT
+    kinds: dict[str, list[bool]] = {}
+    for name, questions in held_out(Encoder(tokenizer), args.seed, args.count, without).items():
+        cos, sin = rotary_tables(model, max(len(q.prompt) for q in questions) + 200)
+
+        def forward(
+            tokens: torch.Tensor, cos: torch.Tensor = cos, sin: torch.Tensor = sin
+        ) -> torch.Tensor:
+            return logits(model, tokens, cos[: tokens.shape[1]], sin[: tokens.shape[1]])
+
+        right = examine(tokenizer, forward, questions, device)
+        for question, ok in zip(questions, right, strict=True):
+            kinds.setdefault(question.kind, []).append(ok)
+        print(json.dumps({"set": name, "n": len(right), "right": sum(right)}), flush=True)
+    print(json.dumps({kind: [sum(right), len(right)] for kind, right in sorted(kinds.items())}))
+
+
+if __name__ == "__main__":
+    main()

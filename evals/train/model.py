@@ -113,6 +113,14 @@ def build(folder: Path, seed: int) -> nn.Module:
     return model
 
 
+def load(folder: Path) -> nn.Module:
+    """The checkpoint in ``folder`` as transformers loads it, widened to float32."""
+    from transformers import DeepseekV3ForCausalLM
+
+    model: nn.Module = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
 def rotary_tables(model: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin [length r/2] float32 of positions 0 … length-1, from the model's own rotary module."""
     rotary = model.model.rotary_emb

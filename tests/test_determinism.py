@@ -25,18 +25,19 @@ CASES = {
     ),
 }
 
-# sha256 of every tensor's dtype, shape and memory, gaps included. A change here changes every recorded case.
+# sha256 of every number, and of every tensor's dtype, shape, strides and memory, gaps included. Where one of
+# these changes, so does every case that was ever recorded.
 GOLDEN = {
-    "LATENT": "4d7a2b70546685bf",
-    "PER_TENSOR": "a71ca2121c3f8b08",
-    "TILED": "375d1b2d73e93113",
+    "LATENT": "f6c8f057dfe3affd",
+    "PER_TENSOR": "c571c0ca2f5f85c9",
+    "TILED": "8e0c20cf08df053c",
     "PAGED": "77c26f7d381e8776",
     "MERGE": "6875326c1b8957fc",
-    "ROPE_YARN": "c79f56d41a934e9d",
-    "WRITE": "0546056e17fc197e",
-    "READ": "a18dd1ca04d7fdcf",
-    "LAYER": "192b1a9fa3bc04c7",
-    "EXPANDED": "922b0fb506439c86",
+    "ROPE_YARN": "e428676a27f4993b",
+    "WRITE": "f65bc2c7d564741d",
+    "READ": "d6aaf89cbd7ca0a9",
+    "LAYER": "082005dc8098aad6",
+    "EXPANDED": "d83d7c240168f005",
 }
 
 
@@ -50,10 +51,9 @@ def digest(case: Case) -> str:
                 take(f"{name}/{key}", value[key])
         elif isinstance(value, torch.Tensor):
             found.update(f"{name} {value.dtype} {list(value.shape)} {value.stride()}".encode())
-            found.update(
-                storage_bytes(value.contiguous() if "cache" not in name else value).numpy().tobytes()
-            )
-        else:
+            memory = value if "cache" in name else value.contiguous().clone()
+            found.update(storage_bytes(memory).numpy().tobytes())
+        elif isinstance(value, int | float):
             found.update(f"{name} {value!r}".encode())
 
     for name, value in inputs._asdict().items():

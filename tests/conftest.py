@@ -11,6 +11,10 @@ hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, de
 hypothesis.settings.register_profile("deep", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("MLA_VERIFY_PROFILE", "ci"))
 
+# Without a GPU, Triton kernels run in its interpreter; read once, when triton is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Tensors are small here: threads would mostly wait for each other, and for those of parallel workers.
 torch.set_num_threads(1)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 TIMEOUT = 30.0  # seconds without progress are a deadlock
@@ -379,7 +380,7 @@ class Emulated:
     def __init__(self, module: ModuleType, name: str, asm: dict[str, Any] | None = None):
         space: dict[str, Any] = {"__builtins__": __builtins__}
         for key, value in vars(module).items():
-            if isinstance(value, JITFunction):
+            if isinstance(value, JITFunction | InterpretedFunction):
                 space[key] = FunctionType(value.fn.__code__, space, key, value.fn.__defaults__)
             elif type(value).__name__ == "constexpr":
                 space[key] = value.value

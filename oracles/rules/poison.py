@@ -19,10 +19,10 @@ from oracles.verdict import Finding
 
 
 def check(trial: Trial) -> Finding:
-    """Run again with the dead bytes changed, three ways."""
+    """Run again with the dead bytes changed, two ways."""
     output, inputs, findings = trial.run(trial.inputs), trial.inputs, []
     judged = {name: trial.problem.output_shapes[name] for name in trial.expected()}
-    for fill, dead_block in (("zeros", 0), ("huge numbers", -1), ("noise", 2**31 - 1)):
+    for fill, dead_block in (("zeros", 0), ("noise", -1)):
         again = trial.run(changed(trial, fill, dead_block))
         for name, letters in judged.items():
             got = getattr(again, name)
@@ -50,7 +50,7 @@ def changed(trial: Trial, fill: str, dead_block: int) -> Any:
         if fill == "noise":
             pool.copy_(integers(trial.case.seed, "poison", 256, pool.numel()))
         else:
-            pool.fill_(0 if fill == "zeros" else 0x7B)
+            pool.zero_()
     for i, (start, stop) in enumerate(_live(inputs)):
         block_size = getattr(inputs, caches[0]).shape[1]
         live = range(start // block_size, -(-stop // block_size)) if stop > start else range(0)

@@ -203,7 +203,10 @@ def attended(
     dtype: the query's. query_error: how far the two parts of the query may be from those of ``inputs``, where
     they are not given but computed.
     """
-    query = inputs[0]
+    query, projected = inputs[0], hasattr(inputs, "w_uk")
+    if (numerics.form != "latent") != projected:
+        forms = "absorbed or expanded" if projected else "latent"
+        raise ValueError(f"numerics: form is {numerics.form!r}, must be {forms} for {type(inputs).__name__}")
     out = query.new_full((2, *query.shape[:2], value_width(inputs)), torch.nan, dtype=torch.float64)
     lse = query.new_full((2, *query.shape[:2]), torch.nan, dtype=torch.float64)
     acc, ill = accumulator(numerics, dtype), 0

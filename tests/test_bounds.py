@@ -165,7 +165,12 @@ def worst_weights_case() -> Case:
         v_head_dim=2,
     )
     return Case(
-        problem="latent_attention", config=config, q_lens=(1,), kv_lens=(65,), dtype="float32", cache_format="fp32"
+        problem="latent_attention",
+        config=config,
+        q_lens=(1,),
+        kv_lens=(65,),
+        dtype="float32",
+        cache_format="fp32",
     )
 
 
@@ -185,6 +190,17 @@ def test_the_bound_is_reached_within_a_factor_of_two():
     want = ADMISSIBLE["latent_attention"](inputs, kernel.numerics)["out"]
     ratio = uncovered(kernel.fn(*inputs).out, want)
     assert 0.5 < ratio <= 1.0
+
+
+def test_a_form_that_the_problem_does_not_have_is_refused():
+    latent = problem("latent_attention").materialize(LATENT, CPU)
+    with pytest.raises(ValueError, match="form is 'absorbed', must be latent for LatentAttentionInputs"):
+        ADMISSIBLE["latent_attention"](latent, Numerics(form="absorbed"))
+    expanded = problem("attention").materialize(replace(LATENT, problem="attention"), CPU)
+    with pytest.raises(
+        ValueError, match="form is 'latent', must be absorbed or expanded for AttentionInputs"
+    ):
+        ADMISSIBLE["attention"](expanded, Numerics())
 
 
 def test_ill_conditioned_rows_are_counted_and_bounded_by_their_values():

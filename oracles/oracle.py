@@ -23,6 +23,7 @@ class Trial:
 
     run: calls the implementation on a private copy of any inputs of its problem; the result for ``inputs``
         themselves is remembered.
+    call: the same on the very tensors given: memory made for one call, to be looked at after it.
     inputs: the case's tensors; an oracle changes copies, never these.
     left: ``inputs`` as the implementation left them, gaps and padding of every storage included.
     expected: what each field of the output may be, under the numerics that the backend declares.
@@ -30,6 +31,7 @@ class Trial:
     """
 
     run: Run
+    call: Run
     inputs: Any
     case: Case
     backend: Backend
@@ -41,12 +43,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Oracle:
-    """A claim, the problems that it judges (empty: all of them), and the mutants that it kills."""
+    """A claim, the problems that it judges (empty: all of them), and the mutants that it kills.
+
+    deep: takes runs of its own, so that a quick campaign deals such claims over its cases.
+    """
 
     name: str
     check: Callable[[Trial], Finding]
     problems: tuple[str, ...] = ()
     kills: tuple[str, ...] = ()
+    deep: bool = False
 
 
 @cache

@@ -1,8 +1,11 @@
 """``python -m evals`` and ``mla-verify gate``: parse, call, print."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -38,13 +41,10 @@ def gate(
     """
     from evals.parity import compare, load, report
 
-    try:
+    with _refusing("gate"):
         one, other = load(baseline, task), load(candidate, task)
         first = compare(one, other, answers, margin)
         others = [compare(one, other, name, margin) for name in one.answers if name != answers]
-    except (ValueError, OSError) as error:
-        typer.echo(f"gate: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
     if as_json:
         typer.echo(json.dumps({c.filter: asdict(c) for c in (first, *others)}, indent=2))
     else:
@@ -62,6 +62,105 @@ def published(
     from evals.statistics import published_table
 
     typer.echo(published_table(churn))
+
+
+Folder = Annotated[str, typer.Argument(help="mini, geom, or a checkpoint's folder.")]
+PATH_HELP = "As printed: 'decode=mla_ref.absorbed prefill=mla_ref.chunked chunk=128'; else the reference."
+
+
+@app.command()
+def trial(
+    checkpoint: Folder,
+    path: Annotated[str, typer.Option(help=PATH_HELP)],
+    questions: Annotated[int, typer.Option(min=0, help="Asked through lm_eval; 0 leaves tier 3 out.")] = 60,
+    margin: Annotated[float, typer.Option(help="The largest loss of accuracy that is accepted.")] = 0.05,
+    out: Annotated[Path | None, typer.Option(help="Keep lm_eval's runs here; they resume.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Hold an attention path to the definition of MLA: its layers, its logits, its answers.
+
+    Exit code: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 if it cannot run.
+    """
+    from evals import trial as trials
+    from evals.path import parse
+
+    with _refusing("trial"), _folder_or_temporary(out) as folder:
+        result = trials.judge(_checkpoint(checkpoint), parse(path), questions, folder, margin)
+    typer.echo(trials.as_json(result) if as_json else "\n".join(trials.report(result)))
+    raise typer.Exit(EXIT[result.outcome])
+
+
+@app.command()
+def calibrate(checkpoint: Folder) -> None:
+    """Measure the noise of right paths again; store it beside the checkpoint with its hash."""
+    from evals import trial as trials
+
+    with _refusing("calibrate"):
+        trials.calibrate(_checkpoint(checkpoint), typer.echo)
+
+
+@app.command()
+def evaluate(
+    checkpoint: Folder,
+    out: Annotated[Path, typer.Option(help="Results, samples and token ids; an interrupted run resumes.")],
+    path: Annotated[str, typer.Option(help=PATH_HELP)] = "",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of gsm8k's train.jsonl and test.jsonl; else template problems."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The most questions.")] = 1319,
+    batch_size: Annotated[int, typer.Option(min=1)] = 20,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
+    model_dtype: Annotated[str, typer.Option(help="Of everything but attention.")] = "float32",
+) -> None:
+    """Run lm_eval's stock gsm8k with one attention path and print its table; `gate` reads what it writes."""
+    from evals.lm import evaluate as run
+    from evals.path import parse
+    from evals.task import gsm8k_rows, template_rows
+
+    with _refusing("evaluate"):
+        rows = gsm8k_rows(data) if data else template_rows(limit)
+        typer.echo(
+            run(
+                _checkpoint(checkpoint),
+                parse(path),
+                rows,
+                out,
+                limit=limit,
+                batch_size=batch_size,
+                device=device,
+                model_dtype=model_dtype,
+            )
+        )
+
+
+@contextmanager
+def _refusing(command: str) -> Iterator[None]:
+    """What is wrong with files, names or settings is one line, and exit code 3."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+
+
+@contextmanager
+def _folder_or_temporary(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        yield folder
+        return
+    with TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def _checkpoint(name: str) -> Path:
+    here = Path(__file__).resolve().parent / "checkpoints" / name
+    folder = here if here.is_dir() else Path(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"checkpoint {name!r}: neither one of evals/checkpoints nor a folder with config.json"
+        )
+    return folder
 
 
 def main() -> None:

@@ -33,20 +33,18 @@ class Question(NamedTuple):
 
 
 def held_out(
-    encode: Encoder, seed: int, count: int, without: Sequence[str] = ()
+    encode: Encoder, seed: int, count: int, without: Sequence[str] = (), num_shots: int = SHOTS
 ) -> dict[str, list[Question]]:
     """``count`` questions of each set: stories, and lists of ``LISTS`` entries; shots as in training.
 
     No question is of a kind in ``without``; shots are of all kinds.
     """
     lengths = {"stories": 0} | {f"lists of {n}": n for n in LISTS}
-    sets = {
-        name: problems(HELD_OUT, seed, count, entries=n, without=without) for name, n in lengths.items()
-    }
+    sets = {name: problems(HELD_OUT, seed, count, entries=n, without=without) for name, n in lengths.items()}
     examined = {}
     for name, made in sets.items():
         draws = Draws(seed, f"shots/{name}")
-        shots = [[problem(draws, TRAIN) for _ in range(SHOTS)] for _ in made]
+        shots = [[problem(draws, TRAIN) for _ in range(num_shots)] for _ in made]
         examined[name] = [
             _question(
                 encode, one.kind, [Row(s.question, s.answer) for s in few], Row(one.question, one.answer)
@@ -161,9 +159,7 @@ def main() -> None:
     for name, questions in held_out(Encoder(tokenizer), args.seed, args.count, without).items():
         cos, sin = rotary_tables(model, max(len(q.prompt) for q in questions) + 200)
 
-        def forward(
-            tokens: torch.Tensor, cos: torch.Tensor = cos, sin: torch.Tensor = sin
-        ) -> torch.Tensor:
+        def forward(tokens: torch.Tensor, cos: torch.Tensor = cos, sin: torch.Tensor = sin) -> torch.Tensor:
             return logits(model, tokens, cos[: tokens.shape[1]], sin[: tokens.shape[1]])
 
         right = examine(tokenizer, forward, questions, device)

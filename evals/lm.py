@@ -1,0 +1,200 @@
+"""The model class ``mla-verify`` of lm_eval, and runs with it that need no network and can be resumed."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    Collator,
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+
+from evals.gsm8k import Row
+from evals.model import greedy, load, teacher_forced
+from evals.path import AttentionPath, layer_of
+from evals.task import TASK, stock_task
+
+TOKENS = "tokens.jsonl"
+
+
+@register_model("mla-verify")
+class MLAVerifyLM(TemplateLM):
+    """A checkpoint whose attention takes one path.
+
+    pretrained: folder of config.json, tokenizer and safetensors.
+    tokens: file to which the generated token ids are appended, one JSON object a line.
+    model_dtype: of everything but attention, whose type is the path's ``dtype``.
+    path: the fields of ``AttentionPath``.
+
+    Requests are sorted by length and cut into batches by lm_eval, so every path sees the same batches.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 20,
+        device: str = "cpu",
+        max_length: int = 2048,
+        max_gen_toks: int = 256,
+        model_dtype: str = "float32",
+        tokens: str = "",
+        max_batch_size: int | None = None,
+        **path: Any,
+    ) -> None:
+        super().__init__()
+        from transformers import AutoTokenizer
+
+        known = {f.name for f in fields(AttentionPath)}
+        if unknown := sorted(set(path) - known):
+            raise ValueError(f"mla-verify: {unknown[0]} is unknown; a path has {', '.join(sorted(known))}")
+        self.path = AttentionPath(**path)
+        self.batch_size = int(batch_size)
+        self.max_length, self.max_gen_toks = int(max_length), int(max_gen_toks)
+        self.tokenizer = AutoTokenizer.from_pretrained(pretrained, local_files_only=True)
+        self.model = load(Path(pretrained), device, getattr(torch, model_dtype))
+        self.layer = layer_of(self.path, self.model.config, torch.device(device).type)
+        self.tokens = Path(tokens) if tokens else None
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For lm_eval's caches."""
+        return str(self.tokenizer.name_or_path)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids, without special ones unless asked for."""
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+        return ids
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(log probability, whether greedy decoding writes it) of each continuation."""
+        found = []
+        for start in range(0, len(requests), self.batch_size):
+            part = requests[start : start + self.batch_size]
+            prompts, answers = [list(r[1]) for r in part], [list(r[2]) for r in part]
+            logits = teacher_forced(self.model, self.layer, self.path, prompts, answers)
+            for rows, answer in zip(logits, answers, strict=True):
+                wanted = torch.tensor(answer, device=rows.device)
+                chance = rows.log_softmax(-1).gather(1, wanted[:, None]).sum()
+                found.append((float(chance), bool((rows.argmax(-1) == wanted).all())))
+        return found
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Not asked by gsm8k."""
+        raise NotImplementedError("mla-verify scores continuations and generates; it has no rolling window")
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy text of each request up to its first stop sequence."""
+        end = self.tokenizer.decode([self.eot_token_id])
+        collator = Collator(
+            [(*request.args, request.doc_id) for request in requests],
+            sort_fn=lambda item: (-len(self.tok_encode(item[0])), item[0]),
+            group_by="gen_kwargs",
+            group_fn=lambda item: item[1],
+        )
+        texts = []
+        for part in collator.get_batched(n=self.batch_size):
+            contexts, settings, doc_ids = zip(*part, strict=True)
+            asked = dict(normalize_gen_kwargs(settings[0], self.max_gen_toks))
+            until = handle_stop_sequences(asked.pop("until", None), eos=end)
+            most = int(asked.pop("max_gen_toks"))
+            if asked.get("do_sample"):
+                raise ValueError("mla-verify: generates greedily, but the task asks for do_sample")
+            prompts = [self.tok_encode(context)[most - self.max_length :] for context in contexts]
+            written = greedy(
+                self.model,
+                self.layer,
+                self.path,
+                prompts,
+                most,
+                lambda ids, until=until: any(stop in self.tokenizer.decode(ids) for stop in until),
+            )
+            for context, doc_id, ids in zip(contexts, doc_ids, written, strict=True):
+                text = postprocess_generated_text(self.tokenizer.decode(ids), until, None)
+                texts.append(text)
+                self.cache_hook.add_partial("generate_until", (context, settings[0]), text)
+                self._keep(doc_id, ids)
+        answers: list[str] = collator.get_original(texts)
+        return answers
+
+    def _keep(self, doc_id: int, ids: list[int]) -> None:
+        if self.tokens is not None:
+            with self.tokens.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps({"doc_id": doc_id, "tokens": ids}) + "\n")
+
+
+def evaluate(
+    checkpoint: Path,
+    path: AttentionPath,
+    data: Mapping[str, Sequence[Row]],
+    out: Path,
+    *,
+    limit: int | None = None,
+    batch_size: int = 20,
+    device: str = "cpu",
+    model_dtype: str = "float32",
+    max_gen_toks: int = 256,
+) -> str:
+    """lm_eval's table of the stock gsm8k task; results and samples are written under ``out``.
+
+    A run that was interrupted goes on after its last whole batch when it is started again with the same
+    ``out``.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "pretrained": str(checkpoint),
+        "model_dtype": model_dtype,
+        "max_gen_toks": max_gen_toks,
+        "tokens": str(out / TOKENS),
+    } | asdict(path)
+    _same_settings(out / "settings.json", settings)
+    tracker = EvaluationTracker(output_path=str(out))
+    results = simple_evaluate(
+        model="mla-verify",
+        model_args=settings,
+        tasks=[stock_task(data)],
+        batch_size=batch_size,
+        device=device,
+        limit=limit,
+        use_cache=str(out / "answers"),
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=1000,
+        log_samples=True,
+        evaluation_tracker=tracker,
+    )
+    samples = results.pop("samples")
+    tracker.save_results_aggregated(results=results, samples=samples)
+    tracker.save_results_samples(task_name=TASK, samples=samples[TASK])
+    table: str = make_table(results)
+    return table
+
+
+def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    """Answers of one path are never continued with another's."""
+    text = json.dumps(settings, sort_keys=True)
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{file.parent}: holds a run with other settings; choose another folder")
+    file.write_text(text, encoding="utf-8")

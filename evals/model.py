@@ -1,0 +1,218 @@
+"""Language models of the DeepSeek-V2/V3 family whose attention is ours, served as an engine serves them.
+
+transformers loads the checkpoint and computes everything but attention, experts included. Each attention
+module is replaced by one that holds its weights and calls an implementation of ``layer`` on a paged cache.
+Requests are batched continuously: in every step each of them either prefills its next chunk or decodes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from evals.path import AttentionPath, Layer
+from mla_ref.config import MLAConfig
+from mla_ref.formats import cache_format
+from mla_ref.layer import why_not_whole
+from mla_ref.layout import CacheLayout, allocate
+from mla_ref.pages import block_table, slots
+
+Attend = Callable[[int, torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+# (request, logits [m vocab] after its last m tokens) -> the tokens that follow; none end the request.
+Choose = Callable[[int, torch.Tensor], list[int]]
+
+
+class Model(NamedTuple):
+    """transformers' causal model, its attention replaced, and what its attention is."""
+
+    hf: Any
+    config: MLAConfig
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        weight: torch.Tensor = self.hf.lm_head.weight
+        return weight.device
+
+
+class PagedAttention(nn.Module):
+    """In the place of one attention module: its weights by name, its number, and no arithmetic."""
+
+    def __init__(self, index: int, attention: nn.Module) -> None:
+        super().__init__()
+        self.index = index
+        self.weights = {name: weight.detach() for name, weight in attention.named_parameters()}
+
+    def forward(self, hidden_states: torch.Tensor, attend: Attend, **_: object) -> tuple[torch.Tensor, None]:
+        """(what ``attend`` makes of hidden states [1 t d], no weights)."""
+        return attend(self.index, hidden_states[0], self.weights)[None], None
+
+
+def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Model:
+    """The checkpoint in ``folder`` (config.json and safetensors), its weights as ``dtype``.
+
+    Raises: ValueError if there is none, or its attention is more than MLA.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = MLAConfig.from_hf(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder}: holds no *.safetensors")
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return with_our_attention(hf.eval().to(device), config)
+
+
+def with_our_attention(hf: Any, config: MLAConfig) -> Model:
+    """The model with every attention module replaced, in place."""
+    if reason := why_not_whole(config):
+        raise ValueError(reason)
+    for index, layer in enumerate(hf.model.layers):
+        layer.self_attn = PagedAttention(index, layer.self_attn)
+    return Model(hf, config)
+
+
+class Step(NamedTuple):
+    """One batch of one step: what every layer is called with besides its hidden states and weights."""
+
+    positions: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cache_seqlens: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_seqlen_q: int
+
+
+def hidden_states(model: Model, tokens: torch.Tensor, attend: Attend) -> torch.Tensor:
+    """The last hidden states [t d] of packed tokens [t]."""
+    x = model.hf.model.embed_tokens(tokens)[None]
+    for layer in model.hf.model.layers:
+        x = layer(x, attend=attend)
+    normed: torch.Tensor = model.hf.model.norm(x)[0]
+    return normed
+
+
+@torch.no_grad()
+def serve(
+    model: Model,
+    layer: Layer,
+    path: AttentionPath,
+    prompts: Sequence[Sequence[int]],
+    most_new: int,
+    choose: Choose,
+) -> None:
+    """Prefill every prompt, then go on with the tokens that ``choose`` returns, until it returns none.
+
+    A request is one of the batch until it ends, so the batches depend on the prompts, the path's ``chunk``
+    and the chosen tokens alone. The blocks of the cache are shuffled; all that was not written is NaN.
+    """
+    device, config, fmt = model.device, model.config, cache_format(path.cache_format)
+    tokens, cached = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    table, num_blocks = block_table(
+        tuple(len(prompt) + most_new for prompt in prompts), path.block_size, CacheLayout(), len(prompts)
+    )
+    caches = [
+        allocate(
+            CacheLayout(),
+            num_blocks=num_blocks,
+            block_size=path.block_size,
+            entry_width=fmt.entry_width(config.kv_lora_rank, config.qk_rope_head_dim),
+            dtype=fmt.dtype,
+            device=device,
+        )
+        for _ in model.hf.model.layers
+    ]
+    scale = path.kv_scale if fmt.per_tensor_scale else float("nan")
+    kv_scale = torch.tensor(scale, dtype=torch.float32, device=device)
+    running = list(range(len(prompts)))
+    while running:
+        new = [tokens[i][cached[i] :][: path.chunk or None] for i in running]
+        lengths = [cached[i] + len(part) for i, part in zip(running, new, strict=True)]
+        step = _step(table[running], [len(part) for part in new], lengths, path.block_size, device)
+
+        def attend(
+            index: int, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor], step: Step = step
+        ) -> torch.Tensor:
+            return layer(
+                hidden_states=hidden,
+                weights=weights,
+                kv_cache=caches[index],
+                config=config,
+                cache_format=fmt,
+                kv_scale=kv_scale,
+                **step._asdict(),
+            ).out
+
+        packed = torch.tensor([token for part in new for token in part], device=device)
+        hidden = hidden_states(model, packed, attend).split([len(part) for part in new])
+        ended = []
+        for i, rows, length in zip(running, hidden, lengths, strict=True):
+            cached[i] = length
+            if length < len(tokens[i]):
+                continue
+            asked = length - max(len(prompts[i]) - 1, length - len(rows))
+            following = choose(i, model.hf.lm_head(rows[-asked:]).float())
+            if not following:
+                ended.append(i)
+            tokens[i] += following
+        running = [i for i in running if i not in ended]
+
+
+def _step(
+    table: torch.Tensor, q_lens: list[int], kv_lens: list[int], block_size: int, device: torch.device
+) -> Step:
+    starts = [length - count for length, count in zip(kv_lens, q_lens, strict=True)]
+    spans = list(zip(starts, kv_lens, strict=True))
+    return Step(
+        positions=torch.cat([torch.arange(start, stop) for start, stop in spans]).to(device),
+        block_table=table.to(device),
+        cu_seqlens_q=torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32).to(device),
+        cache_seqlens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        slot_mapping=torch.cat(
+            [slots(row, start, stop, block_size) for row, (start, stop) in zip(table, spans, strict=True)]
+        ).to(device),
+        max_seqlen_q=max(q_lens),
+    )
+
+
+def greedy(
+    model: Model,
+    layer: Layer,
+    path: AttentionPath,
+    prompts: Sequence[Sequence[int]],
+    most_new: int,
+    stops: Callable[[list[int]], bool],
+) -> list[list[int]]:
+    """The likeliest continuation of each prompt: at most ``most_new`` tokens, ended where ``stops`` says."""
+    written: list[list[int]] = [[] for _ in prompts]
+
+    def choose(i: int, logits: torch.Tensor) -> list[int]:
+        written[i].append(int(logits[-1].argmax()))
+        return [] if len(written[i]) >= most_new or stops(written[i]) else written[i][-1:]
+
+    serve(model, layer, path, prompts, most_new, choose)
+    return written
+
+
+def teacher_forced(
+    model: Model,
+    layer: Layer,
+    path: AttentionPath,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> list[torch.Tensor]:
+    """Logits [len(answer) vocab] before each token of each answer, float32.
+
+    Prompts are prefilled in the path's chunks; answers are decoded, ``decode_threshold`` tokens a step.
+    """
+    seen: list[list[torch.Tensor]] = [[] for _ in prompts]
+
+    def choose(i: int, logits: torch.Tensor) -> list[int]:
+        seen[i].append(logits)
+        count = sum(len(part) for part in seen[i])
+        # The last token of an answer predicts what nobody asks for.
+        return list(answers[i][count - 1 : count - 1 + path.decode_threshold][: len(answers[i]) - count])
+
+    serve(model, layer, path, prompts, max(map(len, answers)), choose)
+    return [torch.cat(parts) for parts in seen]

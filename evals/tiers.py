@@ -1,0 +1,117 @@
+"""Two signals that see what accuracy does not: each layer's output, and the logits of given answers.
+
+Tier 1, shadow: the reference serves the model, and in every layer the candidate is called as well, with the
+same queries and the very same cache. Nothing of it is passed on, so no error is amplified or hidden.
+Tier 2, teacher-forced: reference and candidate each serve the same prompts and answers on their own.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from evals.model import Model, teacher_forced
+from evals.path import Attention, AttentionPath, Layer, layer_of
+from mla_ref.layer import layer_around
+from mla_ref.naive import naive
+from mla_ref.problem import AttentionOutput
+from mla_ref.problems.attention import AttentionInputs
+
+CLEAR = 0.1  # logits between the likeliest token and the next, from which on a change of order counts
+
+
+class Text(NamedTuple):
+    """Token ids of a prompt and of the answer that is forced on it."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class Shadow(NamedTuple):
+    """Relative error of the attention output, one figure per layer, token and head: |got - want| / |want|.
+
+    Infinite where anything is NaN. place: where the worst is.
+    """
+
+    median: float
+    worst: float
+    samples: int
+    place: str
+
+
+class Divergence(NamedTuple):
+    """Candidate against reference over all tokens of the answers. Infinite where anything is NaN.
+
+    mean_kl, max_kl: of the next-token distributions, nats. max_logit: largest difference of a logit.
+    top1: share of the tokens whose likeliest one is the same, where the reference's stands out by ``CLEAR``.
+    first: first question, and token of its answer, whose divergence is above 1e-3; empty where none is.
+    """
+
+    mean_kl: float
+    max_kl: float
+    max_logit: float
+    top1: float
+    tokens: int
+    first: str
+
+
+def shadow(model: Model, path: AttentionPath, candidate: Attention, texts: Sequence[Text]) -> Shadow:
+    """Tier 1: ``candidate`` beside the reference on the steps and the cache of ``path``."""
+    errors: list[torch.Tensor] = []
+    places: list[tuple[int, list[int]]] = []
+    num_layers = len(model.hf.model.layers)
+
+    def watched(*args: object) -> AttentionOutput:
+        inputs = AttentionInputs(*args)  # type: ignore[arg-type]
+        want, got = naive(*inputs), candidate(*inputs)
+        wide, other = want.out.double(), got.out.double()
+        error = (other - wide).norm(dim=-1) / wide.norm(dim=-1)
+        places.append((len(errors) % num_layers, inputs.cache_seqlens.tolist()))
+        errors.append(error.nan_to_num(nan=math.inf))
+        return want
+
+    layer = layer_around(watched)
+    _serve_given(model, layer, path, texts)
+    every = torch.cat([error.flatten() for error in errors])
+    call = max(range(len(errors)), key=lambda i: float(errors[i].max()))
+    row, head = divmod(int(errors[call].argmax()), errors[call].shape[1])
+    place = f"layer {places[call][0]}, head {head}, row {row} of a step with cached tokens {places[call][1]}"
+    return Shadow(float(every.median()), float(every.max()), len(every), place)
+
+
+def _serve_given(model: Model, layer: Layer, path: AttentionPath, texts: Sequence[Text]) -> None:
+    teacher_forced(model, layer, path, [t.prompt for t in texts], [t.answer for t in texts])
+
+
+def forced_logits(
+    model: Model, layer: Layer, path: AttentionPath, texts: Sequence[Text]
+) -> list[torch.Tensor]:
+    """Tier 2's measurement of one side: logits before each token of each answer."""
+    return teacher_forced(model, layer, path, [t.prompt for t in texts], [t.answer for t in texts])
+
+
+def reference_logits(model: Model, path: AttentionPath, texts: Sequence[Text]) -> list[torch.Tensor]:
+    """The definition of MLA in float32, prompts whole, over a cache of the same format and scale."""
+    plain = AttentionPath(cache_format=path.cache_format, kv_scale=path.kv_scale, block_size=path.block_size)
+    return forced_logits(model, layer_of(plain, model.config), plain, texts)
+
+
+def divergence(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> Divergence:
+    """Tier 2: how far the candidate's logits are from the reference's."""
+    kl, first = [], ""
+    largest, same, clear = 0.0, 0, 0
+    for question, (a, b) in enumerate(zip(want, got, strict=True)):
+        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        each = (p.exp() * (p - q)).sum(-1).clamp(min=0.0).nan_to_num(nan=math.inf)
+        kl.append(each)
+        largest = max(largest, float((a - b).abs().nan_to_num(nan=math.inf).max()))
+        top = a.topk(2, dim=-1)
+        stands_out = top.values[:, 0] - top.values[:, 1] > CLEAR
+        clear += int(stands_out.sum())
+        same += int((b.argmax(-1) == top.indices[:, 0])[stands_out].sum())
+        if not first and bool((each > 1e-3).any()):
+            first = f"question {question}, token {int((each > 1e-3).nonzero()[0])}"
+    every = torch.cat(kl)
+    top1 = same / clear if clear else math.nan
+    return Divergence(float(every.mean()), float(every.max()), largest, top1, len(every), first)

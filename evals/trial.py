@@ -1,0 +1,272 @@
+"""One attention path on trial against the definition of MLA, on a checkpoint whose noise was measured."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evals.model import Model, load
+from evals.parity import Comparison, compare
+from evals.parity import load as load_run
+from evals.path import AttentionPath, attention_of, layer_of
+from evals.statistics import FAIL, INCONCLUSIVE, PASS
+from evals.task import TASK, template_rows
+from evals.templates import NOT_LEARNT
+from evals.tiers import (
+    Divergence,
+    Shadow,
+    Text,
+    divergence,
+    forced_logits,
+    reference_logits,
+    shadow,
+)
+from evals.train.examination import held_out
+from evals.train.tokenizer import Encoder
+from mla_ref.formats._e4m3 import E4M3_MAX
+from mla_ref.layer import layer_around
+from mla_ref.naive import naive
+from mla_ref.problem import AttentionOutput
+
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
+NOISE = "gate.json"
+SEED = 40
+SHOTS = 2  # of the prompts of tiers 1 and 2, which need no more than several blocks and chunks
+MARGIN = 0.05
+SOLVES = 0.90  # strict-match below which a baseline has nothing to lose
+
+# How far above the measured noise of right variants a path may be. float32 noise lies decades below every
+# bug but follows the machine's order of sums; that of 16-bit operands is large and steady.
+FACTORS = {"float32": 10.0, "bfloat16": 3.0, "float16": 3.0}
+
+# What tiers 1 and 2 are held to.
+MEASURES = ("median", "worst", "mean_kl", "max_kl", "max_logit")
+
+# Right paths over every cache format, in both operand types: their largest deviation is the noise.
+VARIANTS = (
+    AttentionPath(decode="mla_ref.absorbed", prefill="mla_ref.chunked", chunk=96, workspace_rows=64),
+    AttentionPath(decode="mla_ref.split[num_splits=7]", prefill="mla_ref.absorbed", chunk=96),
+    AttentionPath(decode="mla_fast.sdpa", prefill="mla_fast.sdpa"),
+)
+FORMATS = ("fp32", "bf16", "fp8_e4m3", "fp8_ds_mla")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One measure of one tier: what was found, and the most that is allowed."""
+
+    tier: str
+    measure: str
+    found: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        """Fails closed: NaN is not within a limit."""
+        return self.found <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a trial found. accuracy: tier 3, strict-match; None where it was left out."""
+
+    path: AttentionPath
+    lines: tuple[Line, ...]
+    place: str
+    accuracy: Comparison | None
+    outcome: str
+    reason: str
+
+
+def digest(folder: Path) -> str:
+    """sha256 of the checkpoint's weights."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def measured_noise(folder: Path) -> dict[str, Any]:
+    """The noise that was stored beside a checkpoint.
+
+    Raises: ValueError if there is none, or it was measured on other weights.
+    """
+    file = folder / NOISE
+    if not file.is_file():
+        raise ValueError(f"{file}: is missing; python -m evals calibrate {folder} writes it")
+    noise: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if (found := digest(folder)) != noise["sha256"]:
+        raise ValueError(
+            f"{folder}/model.safetensors: sha256 is {found[:12]}…, but {NOISE} is of {noise['sha256'][:12]}…"
+        )
+    return noise
+
+
+def limits(noise: Mapping[str, Any], path: AttentionPath) -> dict[str, float] | None:
+    """The most that each measure may be for a path of this type and format; None where none was measured."""
+    found = noise["noise"].get(f"{path.dtype}/{path.cache_format}")
+    return found and {name: FACTORS[path.dtype] * found[name] for name in MEASURES}
+
+
+def texts_of(folder: Path, each: int = 1) -> list[Text]:
+    """Prompts and answers of tiers 1 and 2: ``each`` held-out story and list of every length."""
+    from tokenizers import Tokenizer
+
+    encode = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    sets = held_out(encode, SEED, each, NOT_LEARNT, SHOTS)
+    return [Text(question.prompt, question.answer) for asked in sets.values() for question in asked]
+
+
+def measure(
+    model: Model, path: AttentionPath, texts: Sequence[Text], reference: Sequence[torch.Tensor]
+) -> tuple[Shadow, Divergence]:
+    """Tiers 1 and 2 of a path; ``reference`` is ``reference_logits`` over the same cache format."""
+    device = model.device.type
+    seen = shadow(model, path, attention_of(path, model.config, device), texts)
+    got = forced_logits(model, layer_of(path, model.config, device), path, texts)
+    return seen, divergence(reference, got)
+
+
+def lines_of(seen: Shadow, apart: Divergence, allowed: Mapping[str, float]) -> tuple[Line, ...]:
+    """What was measured beside what is allowed."""
+    found = {"T1 shadow": seen._asdict(), "T2 logits": apart._asdict()}
+    return tuple(
+        Line(tier=tier, measure=name, found=values[name], limit=allowed[name])
+        for tier, values in found.items()
+        for name in MEASURES
+        if name in values
+    )
+
+
+def fp8_scale(model: Model, texts: Sequence[Text]) -> float:
+    """The per-tensor scale under which the largest cached channel of the texts has the largest e4m3 code."""
+    largest = 0.0
+
+    def watched(*args: Any) -> AttentionOutput:
+        nonlocal largest
+        largest = max(largest, float(args[2].nan_to_num(nan=0.0).abs().max()))
+        return naive(*args)
+
+    forced_logits(model, layer_around(watched), AttentionPath(), texts)
+    return largest / E4M3_MAX
+
+
+def calibrate(folder: Path, report: Any = print) -> dict[str, Any]:
+    """Measure the noise of right variants in every cache format and write it beside the checkpoint.
+
+    Also stored: each format's own cost, against a float32 cache, and the scale of the per-tensor format.
+    """
+    model, texts = load(folder), texts_of(folder)
+    plain = reference_logits(model, AttentionPath(), texts)
+    scale = fp8_scale(model, texts)
+    noise: dict[str, dict[str, float]] = {}
+    cost: dict[str, dict[str, Any]] = {}
+    for fmt in FORMATS:
+        reference = reference_logits(model, AttentionPath(cache_format=fmt, kv_scale=scale), texts)
+        cost[fmt] = divergence(plain, reference)._asdict()
+        for dtype in DTYPES:
+            worst = dict.fromkeys(MEASURES, 0.0)
+            for variant in VARIANTS:
+                path = replace(variant, cache_format=fmt, dtype=dtype, kv_scale=scale)
+                seen, apart = measure(model, path, texts, reference)
+                found = seen._asdict() | apart._asdict()
+                worst = {name: max(worst[name], found[name]) for name in MEASURES}
+            noise[f"{dtype}/{fmt}"] = worst
+            report(f"{dtype}/{fmt}: " + "  ".join(f"{name} {value:.1e}" for name, value in worst.items()))
+    stored = {"sha256": digest(folder), "kv_scale": scale, "noise": noise, "cost": cost}
+    (folder / NOISE).write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+    return stored
+
+
+def accuracy(
+    folder: Path, baseline: AttentionPath, candidate: AttentionPath, questions: int, out: Path, margin: float
+) -> Comparison:
+    """Tier 3: both paths answer the same held-out problems through lm_eval, paired by strict-match."""
+    from evals.lm import evaluate
+
+    data = template_rows(questions)
+    for name, path in (("baseline", baseline), ("candidate", candidate)):
+        evaluate(folder, path, data, out / name, max_gen_toks=96)
+    return compare(
+        load_run(out / "baseline", TASK), load_run(out / "candidate", TASK), "strict-match", margin
+    )
+
+
+def judge(folder: Path, path: AttentionPath, questions: int, out: Path, margin: float = MARGIN) -> Outcome:
+    """All tiers of one path. questions: of tier 3; 0 leaves it out.
+
+    FAIL if a tier fails; else INCONCLUSIVE if one cannot tell; else PASS.
+    """
+    noise = measured_noise(folder)
+    if path.cache_format == "fp8_e4m3" and path.kv_scale == AttentionPath.kv_scale:
+        path = replace(path, kv_scale=noise["kv_scale"])
+    model, texts = load(folder), texts_of(folder)
+    allowed = limits(noise, path)
+    seen, apart = measure(model, path, texts, reference_logits(model, path, texts))
+    lines = lines_of(seen, apart, allowed or dict.fromkeys(MEASURES, float("nan")))
+    paired = None
+    if questions and allowed and all(line.ok for line in lines):
+        paired = accuracy(folder, AttentionPath(), path, questions, out, margin)
+    return Outcome(path=path, lines=lines, place=seen.place, accuracy=paired,
+                   **_decide(path, lines, allowed is not None, paired, seen, apart))  # fmt: skip
+
+
+def _decide(
+    path: AttentionPath,
+    lines: Sequence[Line],
+    measured: bool,
+    paired: Comparison | None,
+    seen: Shadow,
+    apart: Divergence,
+) -> dict[str, str]:
+    if not measured:
+        return {
+            "outcome": INCONCLUSIVE,
+            "reason": f"no noise was measured for {path.dtype} over a {path.cache_format} cache",
+        }
+    if over := [line for line in lines if not line.ok]:
+        worst = max(over, key=lambda line: line.found / line.limit)
+        where = f"; worst in {seen.place}" if worst.tier.startswith("T1") else ""
+        if apart.first and not where:
+            where = f"; first at {apart.first}"
+        reason = (
+            f"{worst.tier}: {worst.measure} is {worst.found:.2g}, at most {worst.limit:.2g} is noise{where}"
+        )
+        return {"outcome": FAIL, "reason": reason}
+    if paired is None:
+        return {"outcome": PASS, "reason": "T1 and T2 are within noise; T3 was left out"}
+    if paired.pair.baseline < SOLVES:
+        return {
+            "outcome": INCONCLUSIVE,
+            "reason": f"T3: the baseline solves {paired.pair.baseline:.2%}, a gate needs {SOLVES:.0%}",
+        }
+    return {"outcome": paired.decision.outcome, "reason": f"T3: {paired.decision.reason}"}
+
+
+def report(result: Outcome) -> Iterator[str]:
+    """The trial, line by line."""
+    yield f"path: {result.path}"
+    yield ""
+    yield "|  tier   | measure |  found | at most|    |"
+    yield "|---------|---------|-------:|-------:|----|"
+    for line in result.lines:
+        mark = "ok" if line.ok else "FAIL"
+        yield f"|{line.tier:9}|{line.measure:9}|{line.found:8.1e}|{line.limit:8.1e}|{mark:4}|"
+    if result.accuracy is not None:
+        pair, decision = result.accuracy.pair, result.accuracy.decision
+        yield ""
+        yield (
+            f"T3 strict-match, {pair.n} questions: baseline {pair.baseline:.2%}, candidate "
+            f"{pair.candidate:.2%}; {pair.lost} lost, {pair.won} won, texts equal "
+            f"{result.accuracy.text_equal:.2%}; 95 % bound {decision.bound:.2%}, McNemar p {decision.p:.2g}, "
+            f"smallest loss seen {decision.detectable:.2%}"
+        )
+    yield ""
+    yield f"{result.outcome}: {result.reason}"
+
+
+def as_json(result: Outcome) -> str:
+    """The trial as one JSON object."""
+    return json.dumps(asdict(result), indent=2)

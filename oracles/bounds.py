@@ -60,6 +60,12 @@ INFLATION = 1.0 + 2.0**-20
 # From here on the shared error is no longer a perturbation and only the convex hull is claimed.
 ILL_CONDITIONED = 0.5
 
+# An error that excludes nothing, and is finite so that its product with 0 is 0.
+NO_CLAIM = 2.0**200
+
+# Exponents of weights are clamped here, so that sums of them stay finite. What is cut off joins the lse.
+LARGEST_GROWTH = 400.0
+
 # Relative roundings of a frequency and of its product with the position, in the type of the angle.
 ANGLE_ROUNDINGS = 16
 
@@ -143,8 +149,12 @@ def accumulator(numerics: Numerics, query: torch.dtype) -> Format:
 
 def gamma(roundings: torch.Tensor | float, roundoff: float) -> torch.Tensor:
     """γ: the relative error of a product of ``roundings`` factors 1 + δ, |δ| ≤ roundoff."""
-    total = torch.as_tensor(roundings, dtype=torch.float64) * roundoff
-    return (total / (1.0 - total)).masked_fill(total >= 1.0, math.inf)
+    return _compounded(torch.as_tensor(roundings, dtype=torch.float64) * roundoff)
+
+
+def _compounded(x: torch.Tensor) -> torch.Tensor:
+    """x / (1 - x), or whatever excludes nothing from 1 on."""
+    return (x / (1.0 - x)).masked_fill(x >= 1.0, NO_CLAIM)
 
 
 def nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -174,8 +184,7 @@ def materialised(ball: Ball, name: str, query: torch.dtype) -> Ball:
         return ball
     dtype = type_named(name, query)
     radius = ball.radius + _twice_rounded(query, dtype) * ball.size()
-    low, high = nearest(ball.mid - radius, dtype), nearest(ball.mid + radius, dtype)
-    return Ball((low + high) / 2.0, (high - low) / 2.0)
+    return _between(nearest(ball.mid - radius, dtype), nearest(ball.mid + radius, dtype), ball.mid)
 
 
 def linear(x: Ball, weight: torch.Tensor, numerics: Numerics, acc: Format) -> Ball:
@@ -339,6 +348,8 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
         lse_size = _largest(size) + largest[..., 0] + log_keys
         merge = depth * (log_error * (1.0 + log_keys) + exp_error + 10.0 * u * lse_size)
     growth = error + merge[..., None] + ((tiles + 1.0) * math.log1p(exp_error + u))[:, None]
+    beyond = (_largest(growth) - LARGEST_GROWTH).clamp(min=0.0)
+    growth = growth.clamp(max=LARGEST_GROWTH)
     excess = torch.where(
         growth < 1.0, rows.weights * torch.expm1(growth), torch.exp(rows.scores - lse[..., None] + growth)
     )
@@ -357,7 +368,7 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
         total=excess.sum(-1),
         sums=sums,
         normaliser=denominator + rounding,
-        lse=denominator / (1.0 - denominator) + rounding + merge,
+        lse=_compounded(denominator) + rounding + merge + beyond,
     )
 
 
@@ -384,11 +395,15 @@ def _mixture(rows: Rows, shared: _Shared, values: torch.Tensor, mean: torch.Tens
     centred = (square - 2.0 * mean * mix(shared.excess, values)).clamp(min=0.0) + 2.0**-40 * square
     low, high = _hull(rows.seen, values)
     hull = torch.maximum(high - mean, mean - low).clamp(min=0.0)
-    ill = total >= ILL_CONDITIONED
-    shift = torch.where(ill, hull, torch.minimum(torch.sqrt(total * centred) / _room(shared), hull))
-    largest = torch.maximum(high.abs(), low.abs())
-    mass = mix(rows.weights + shared.excess, values.abs()) / _room(shared)
-    return _Mixture(shift, torch.where(ill, largest, torch.minimum(mass, largest)))
+    shift = torch.minimum(torch.sqrt(total * centred) / _room(shared), hull)
+    return _Mixture(torch.where(total >= ILL_CONDITIONED, hull, shift), _average(rows, shared, values.abs()))
+
+
+def _average(rows: Rows, shared: _Shared, x: torch.Tensor) -> torch.Tensor:
+    """[h s v] the most that the weighted average of x ≥ 0 [h j v] or [1 j v] is under the shared errors."""
+    largest = _hull(rows.seen, x)[1]
+    average = torch.minimum(mix(rows.weights + shared.excess, x) / _room(shared), largest)
+    return torch.where(shared.total[..., None] >= ILL_CONDITIONED, largest, average)
 
 
 def _room(shared: _Shared) -> torch.Tensor:
@@ -429,7 +444,7 @@ def _mixed_radius(
     numerator = p.roundoff * rounded + channel * reach + absolute
     normaliser = shared.normaliser[..., None]
     radius = (numerator + normaliser * (mean.abs() + mixture.shift)) / (1.0 - normaliser)
-    return mixture.shift + radius.masked_fill(normaliser >= 1.0, math.inf)
+    return mixture.shift + radius.masked_fill(normaliser >= 1.0, NO_CLAIM)
 
 
 def _row_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, dtype: torch.dtype) -> Ball:
@@ -464,12 +479,11 @@ def _absolute(
 
 def _expansion_error(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics) -> torch.Tensor:
     """[h s v] what the error of the expanded values adds to the numerator."""
-    weights, error = rows.weights + shared.excess, rows.operands.value_error
-    if error is not None:
-        return mix(weights, error) / _room(shared)
+    if rows.operands.value_error is not None:
+        return _average(rows, shared, rows.operands.value_error)
     key = rows.operands.key
     dot = gamma(numerics.dot_roundings * key.shape[-1] + SPARE_ROUNDINGS, shared.format.roundoff)
-    latent = mix(weights, key.abs()) / _room(shared)
+    latent = _average(rows, shared, key.abs())
     return dot * torch.einsum("hsc,hvc->hsv", latent, inputs.w_uv[rows.heads].double().abs())
 
 
@@ -515,7 +529,14 @@ def _absorbed_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, 
 def _intersection(a: Ball, b: Ball) -> Ball:
     low = torch.maximum(a.mid - a.radius, b.mid - b.radius)
     high = torch.minimum(a.mid + a.radius, b.mid + b.radius)
-    return Ball((low + high) / 2.0, (high - low).clamp(min=0.0) / 2.0)
+    return _between(low, torch.maximum(low, high), b.mid)
+
+
+def _between(low: torch.Tensor, high: torch.Tensor, mid: torch.Tensor) -> Ball:
+    """The ball from ``low`` to ``high``; where one of them is infinite, anything around ``mid``."""
+    radius = (high - low) / 2.0
+    open_ended = radius == torch.inf
+    return Ball(torch.where(open_ended, mid, (low + high) / 2.0), radius.masked_fill(open_ended, NO_CLAIM))
 
 
 def _finish(ball: Ball, rows: Rows) -> Ball:
@@ -540,6 +561,36 @@ def merge_states(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
         "out": Admissible(out.mid.reshape(t, h, v), out.radius.reshape(t, h, v), query),
         "lse": Admissible(lse.mid.reshape(t, h), lse.radius.reshape(t, h), torch.float32),
     }
+
+
+class Merged(NamedTuple):
+    """A merge, in float64, of outputs as they are, and what it may be off."""
+
+    out: Admissible
+    lse: Admissible
+
+
+def merge_of(outs: torch.Tensor, lses: torch.Tensor, out: Admissible, lse: Admissible) -> Merged:
+    """The merge of computed states [s … v] and [s …], around its own value, given what each may be.
+
+    With e the errors of the outputs, δ the largest of the log-sum-exps and ŵ the weights computed from them,
+    a right weight is within ŵ (e^2δ - 1), and weights add up to 1 before and after. So the merge M is off by
+    at most Σ ŵ e + (e^2δ - 1) Σ ŵ (|o - M| + e), and its log-sum-exp by δ.
+    """
+    error = out.radius + 0.5 * spacing(out.mid.abs() + out.radius, out.dtype)
+    doubt = lse.radius + 0.5 * spacing(lse.mid.abs() + lse.radius, lse.dtype)
+    largest = doubt.masked_fill(lse.mid.isneginf(), 0.0).amax(0)
+    rows = merged(outs, lses)
+    shape, states = outs.shape[1:], outs.shape[0]
+    weights = rows.weights[:, 0].T.reshape(states, *shape[:-1], 1)
+    mean = rows.out.reshape(shape)
+    values = outs.double().masked_fill(weights == 0.0, 0.0)
+    spread = (weights * ((values - mean).abs() + error)).sum(0)
+    radius = (weights * error).sum(0) + torch.expm1(2.0 * largest)[..., None] * spread
+    return Merged(
+        Admissible(mean, radius * INFLATION, torch.float64),
+        Admissible(rows.lse.reshape(shape[:-1]), largest * INFLATION, torch.float64),
+    )
 
 
 def cache_gather(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:

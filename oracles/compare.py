@@ -29,7 +29,9 @@ def within(name: str, got: torch.Tensor, want: Admissible, where: Where = "", in
     if not got.numel():
         return Finding(ok=True)
     value, (low, high) = got.double(), want.interval()
-    inside = (low <= value) & (value <= high) & (value.isfinite() | (want.radius < torch.inf))
+    inside = (
+        (low <= value) & (value <= high) & (value.isfinite() | (want.radius < torch.finfo(want.dtype).max))
+    )
     inside |= value.isnan() & want.mid.isnan()
     error = torch.where(value == want.mid, 0.0, (value - want.mid).abs())
     half = 0.5 * spacing(want.mid.abs() + want.radius, want.dtype)

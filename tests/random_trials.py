@@ -27,7 +27,8 @@ def random_case(draw: random.Random, problem: str) -> Case:
         qk_rope_head_dim=draw.choice((4, 8, 16)),
         v_head_dim=draw.choice((8, 16)),
     )
-    fits = [f for f in formats() if not cache_format(f).why_not_dims(config.kv_lora_rank, config.qk_rope_head_dim)]
+    widths = config.kv_lora_rank, config.qk_rope_head_dim
+    fits = [name for name in formats() if not cache_format(name).why_not_dims(*widths)]
     requests = draw.randrange(1, 4)
     return Case(
         problem=problem,
@@ -62,6 +63,7 @@ def random_kernel(draw: random.Random, problem: str) -> Backend:
     if draw.random() < 0.2:
         schedule = replace(schedule, normalised=True, paired=False)
     numerics = Numerics(
+        accumulate=draw.choice(("compute",) * 8 + ("bfloat16", "float16")),
         p=draw.choice(("input", "bfloat16", "float16", "exact")),
         sum_rounded_p=draw.choice((True, False)),
         partial=draw.choice(("exact", "input", "bfloat16", "float16")),

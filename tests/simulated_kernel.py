@@ -57,6 +57,8 @@ def simulated(problem: str, numerics: Numerics, schedule: Schedule) -> Backend:
 def _attend(args, weights, numerics, schedule):
     q_nope, q_pe, cache, table, offsets, lengths, _, scale, fmt, kv_scale = args
     wide, narrow = compute_dtype(q_nope), q_nope.dtype
+    if numerics.accumulate != "compute":
+        wide = getattr(torch, numerics.accumulate)
     c = q_nope.shape[2] if weights is None else weights[0].shape[2]
     width = c if weights is None else weights[1].shape[1]
     out = q_nope.new_empty(*q_nope.shape[:2], width)

@@ -116,6 +116,7 @@ def run(
     oracle: OnlyOracles = None,
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="Variants and oracles take no turns.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Every core for cpu, 1 else.")] = None,
     by: Annotated[str, typer.Option(help=f"A line of the table: {', '.join(GROUPINGS)}.")] = "problem",
     require: Annotated[Names, typer.Option(help="Fail unless this backend ran; repeatable.")] = None,
@@ -137,6 +138,7 @@ def run(
                 oracles=oracle,
                 device=device,
                 seed=seed,
+                full=full,
             )
             lines, report = (
                 files.enter_context(path.open("w", encoding="utf-8")) if path else None

@@ -8,11 +8,16 @@ rows of the four stages alternate, and presets and formats are dealt over them, 
 - every row is tried, and so every length, block size, regime, dtype and layout in the table.
 
 The lengths hold 0, 1, block - 1, block, block + 1, primes, idle requests, rows that see no key, and ragged
-mixes; heads run from 1 to 128, each model sharded to as many, or to the largest divisor below.
+mixes; heads run from 1 to 128, each model sharded to as many, or to the largest divisor below. The hidden
+width and the rank of the query, which only a whole layer sees, and only as lengths of projections, are cut.
+
+A backend's own function is tried on every case, and its variants take turns. What one run shows is judged on
+every case, and the oracles that run an implementation again take turns. Each meets all four stages.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +35,12 @@ from oracles.verify import find_backend, oracles_for
 
 # No powers of two, and unlike: a kernel that drops one, squares it or swaps the two is off by far.
 KV_SCALE, V_SCALE = 0.0173, 0.0291
+
+# The oracles that judge one run. All others run the implementation again, on inputs of their own.
+OF_ONE_RUN = ("contract", "value", "lse", "empty_rows", "inputs_unchanged", "stored", "allocation")
+
+# No multiples of a tile.
+MAX_HIDDEN, MAX_QUERY_RANK = 328, 104
 
 PACKED = CacheLayout()
 IN_ORDER = CacheLayout(shuffled=False, spare_blocks=0)
@@ -52,7 +63,7 @@ class Row(NamedTuple):
 STAGES: dict[str, tuple[Row, ...]] = {
     "decode": (
         # First, where it is dealt a model that has 128 heads.
-        Row((1, 1, 1), (127, 128, 129), 128, 128, "outlier"),
+        Row((1,), (129,), 128, 128, "outlier"),
         Row((1,), (1,), 16, 64),
         Row((1, 1, 1, 1), (63, 64, 65, 127), 16, 64, "small"),
         Row((1, 1, 1), (0, 1, 17), 4, 16, layout=GAPPED),
@@ -92,7 +103,7 @@ STAGES: dict[str, tuple[Row, ...]] = {
         Row((15, 16, 17), (31, 32, 33), 8, 16, "tiny", "float16", GAPPED),
         Row((1, 5, 0, 2), (300, 5, 64, 3), 1, 128, "recency"),
         Row((9, 2), (4, 67), 4, 1, "ties", "float32", IN_ORDER),
-        Row((23,), (150,), 16, 64, "outlier"),
+        Row((11,), (75,), 16, 64, "outlier"),
         Row((5, 29), (5, 307), 1, 128, "flat", "float64"),
     ),
 }
@@ -125,9 +136,14 @@ def matrix(
 def _case(i: int, problem: str, config: MLAConfig, fmt: CacheFormat, seed: int) -> Case:
     row = ROWS[i % len(ROWS)]
     heads = max(n for n in range(1, row.heads + 1) if config.num_heads % n == 0)
+    shard = replace(
+        config.shard(config.num_heads // heads),
+        hidden_size=min(config.hidden_size, MAX_HIDDEN),
+        q_lora_rank=None if config.q_lora_rank is None else min(config.q_lora_rank, MAX_QUERY_RANK),
+    )
     return Case(
         problem=problem,
-        config=config.shard(config.num_heads // heads),
+        config=shard,
         q_lens=row.q_lens,
         kv_lens=row.kv_lens,
         dtype=row.dtype,
@@ -144,12 +160,25 @@ def _case(i: int, problem: str, config: MLAConfig, fmt: CacheFormat, seed: int) 
 
 
 class Job(NamedTuple):
-    """One case, the backends that are tried on it, and the oracles that judge them, all by name."""
+    """One case, the backends that are tried on it, and the oracles that judge them, all by name.
+
+    turn: (i, n) where this is the i-th of n turns that variants take; None: all of them are tried.
+    """
 
     case: Case
     specs: tuple[str, ...]
     oracles: tuple[str, ...]
     device: str
+    turn: tuple[int, int] | None = None
+
+
+def whose_turn(names: Iterable[str], turn: tuple[int, int] | None) -> list[str]:
+    """Those of the names that belong to a turn; over all turns each has its own."""
+    queue = list(names)
+    if turn is None or not queue:
+        return queue
+    at, num_turns = turn[0], min(turn[1], len(queue))
+    return [name for k, name in enumerate(queue) if k % num_turns == at % num_turns]
 
 
 def jobs_of(
@@ -161,8 +190,11 @@ def jobs_of(
     oracles: Sequence[str] | None,
     device: str,
     seed: int,
+    full: bool = False,
 ) -> list[Job]:
     """The matrix of each problem, for those of the backends that implement it.
+
+    full: every variant and every oracle on every case, none of them in turns.
 
     Raises: ValueError on a backend or an oracle that cannot be found.
     """
@@ -173,10 +205,17 @@ def jobs_of(
     jobs = []
     for contract in problems:
         able = tuple(spec for spec, name in implemented.items() if name == contract.name)
-        claims = tuple(o.name for o in oracles_for(contract) if oracles is None or o.name in oracles)
-        if able and claims:
-            cases = matrix(contract, configs, formats, seed)
-            jobs += [Job(case, able, claims, device) for case in cases]
+        names = [o.name for o in oracles_for(contract) if oracles is None or o.name in oracles]
+        if not (able and names):
+            continue
+        cases = matrix(contract, configs, formats, seed)
+        num_turns = -(-len(cases) // len(STAGES))
+        for i, case in enumerate(cases):
+            turn = None if full else (i // len(STAGES), num_turns)
+            again = whose_turn((name for name in names if name not in OF_ONE_RUN), turn)
+            claims = tuple(name for name in names if name in OF_ONE_RUN or name in again)
+            if claims:
+                jobs.append(Job(case, able, claims, device, turn))
     return jobs
 
 

@@ -11,18 +11,21 @@ from multiprocessing import get_context
 
 import torch
 
-from oracles.matrix import Job
+from oracles.matrix import Job, whose_turn
 from oracles.verdict import CRASH, Verdict
 from oracles.verify import find_backend, judge
 
 
 def judge_job(job: Job) -> list[Verdict]:
     """Every verdict of one job, backend by backend, under the names by which they were asked for."""
-    return [
-        replace(verdict, backend=spec)
-        for spec in job.specs
-        for verdict in judge(find_backend(spec), job.case, device=job.device, oracles=job.oracles)
-    ]
+    verdicts: list[Verdict] = []
+    for spec in job.specs:
+        backend = find_backend(spec)
+        variants = {name: backend.variants[name] for name in whose_turn(backend.variants, job.turn)}
+        backend = replace(backend, variants=variants)
+        judged = judge(backend, job.case, device=job.device, oracles=job.oracles)
+        verdicts += [replace(verdict, backend=spec) for verdict in judged]
+    return verdicts
 
 
 def judge_all(

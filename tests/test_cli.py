@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -17,10 +18,10 @@ from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from mla_ref.values import REGIMES
 from oracles.cli import main
-from oracles.matrix import STAGES, matrix
+from oracles.matrix import OF_ONE_RUN, STAGES, jobs_of, matrix, whose_turn
 from oracles.oracle import rules
 from oracles.verdict import Verdict
-from oracles.verify import backends
+from oracles.verify import backends, judge
 
 SMALL = ["--preset", "a.x-k2", "--format", "bf16", "--jobs", "1"]
 
@@ -109,17 +110,19 @@ def test_without_arguments_the_commands_are_listed(capsys):
     )
 
 
-def test_a_right_backend_holds(tmp_path, capsys):
+def test_a_right_backend_holds_every_claim_on_every_case(tmp_path, capsys):
     path = tmp_path / "verdicts.jsonl"
-    assert main(["run", "--backend", "mla_ref.naive", *SMALL, "--json", str(path)]) == 0
+    assert main(["run", "--full", "--backend", "mla_ref.merge_states", *SMALL, "--json", str(path)]) == 0
     out = capsys.readouterr().out
     verdicts = verdicts_of(path)
-    cases = matrix(problems()["attention"], [PRESETS["a.x-k2"]], [formats()["bf16"]])
-    claims = [name for name, rule in rules().items() if not rule.problems or "attention" in rule.problems]
+    cases = matrix(problems()["merge_states"], [PRESETS["a.x-k2"]], [formats()["bf16"]])
+    claims = [name for name, rule in rules().items() if not rule.problems or "merge_states" in rule.problems]
     assert [(v.case, v.oracle) for v in verdicts] == list(itertools.product(cases, claims))
     assert {v.status for v in verdicts} == {"pass"}
-    assert re.search(rf"^mla_ref\.naive +attention +{len(verdicts)} +0 +0 +0\.\d+ \w+", out, re.MULTILINE)
-    assert re.search(rf"^{len(verdicts)} claims held, 0 failed, 0 not run, in [\d.]+ s$", out, re.MULTILINE)
+    assert re.search(
+        rf"^mla_ref\.merge_states +merge_states +{len(verdicts)} +0 +0 +[01]\.\d+ \w+", out, re.M
+    )
+    assert re.search(rf"^{len(verdicts)} claims held, 0 failed, 0 not run, in [\d.]+ s$", out, re.M)
 
 
 def test_strangers_right_kernel_is_green_and_broken_one_red(stranger, tmp_path, capsys):
@@ -343,6 +346,57 @@ def test_the_default_matrix_covers_what_it_promises():
     assert any(0 in case.kv_lens for case in everything)
     assert any(0 in case.q_lens for case in everything)
     assert len({case.layout for case in everything}) == 4
+
+
+def test_every_variant_and_every_claim_has_its_turn_in_every_stage():
+    """Turns thin the matrix out; what they leave must still hold everything, in all four stages."""
+    met = {}
+    for name, contract in problems().items():
+        todo = jobs_of(
+            specs=list(backends()),
+            problems=[contract],
+            configs=list(PRESETS.values()),
+            formats=list(formats().values()),
+            oracles=None,
+            device="cpu",
+            seed=0,
+        )
+        for i, job in enumerate(todo):
+            stage = i % len(STAGES)
+            for spec in job.specs:
+                for variant in whose_turn(backends()[spec].variants, job.turn):
+                    met.setdefault((spec, variant), set()).add(stage)
+            for oracle in job.oracles:
+                met.setdefault((name, oracle), set()).add(stage)
+    for backend in backends().values():
+        assert all(len(met[backend.name, variant]) == len(STAGES) for variant in backend.variants)
+        judging = [o for o in rules().values() if not o.problems or backend.problem in o.problems]
+        assert all(len(met[backend.problem, oracle.name]) == len(STAGES) for oracle in judging)
+
+
+def test_turns_leave_nothing_out():
+    for count in range(12):
+        names = [str(k) for k in range(count)]
+        for num_turns in range(1, 14):
+            dealt = [whose_turn(names, (i, num_turns)) for i in range(num_turns)]
+            assert {name for turn in dealt for name in turn} == set(names)
+        assert whose_turn(names, None) == names
+
+
+@pytest.mark.parametrize("name", sorted(rules()))
+def test_oracles_of_one_run_are_those_that_run_once(name):
+    """The rest take turns, because they cost more runs."""
+    rule = rules()[name]
+    backend = next(b for b in backends().values() if not rule.problems or b.problem in rule.problems)
+    calls = []
+
+    def counted(*inputs):
+        calls.append(1)
+        return backend.fn(*inputs)
+
+    case = matrix(problems()[backend.problem], [PRESETS["a.x-k2"]], [formats()["bf16"]])[1]
+    judge(replace(backend, fn=counted, variants={}), case, oracles=[name])
+    assert (len(calls) == 1) == (name in OF_ONE_RUN)
 
 
 @pytest.mark.parametrize("name", sorted(problems()))

@@ -842,9 +842,13 @@ def right(case: Case) -> tuple[Run, Numerics]:
 
 
 def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
+    from oracles import probe_mutants  # they are edits of what is defined here
+
     expanded = [replace(case, problem="attention") for case in (LATENT, PER_TENSOR, TILED, EMPTY)]
     yield Numerics(), _attention_mutants(LATENT, PER_TENSOR, TILED, EMPTY)
     yield Numerics(form="expanded"), _attention_mutants(*expanded)
+    yield Numerics(), probe_mutants.attention_mutants(LATENT, PER_TENSOR)
+    yield Numerics(form="expanded"), probe_mutants.attention_mutants(*expanded[:2])
     for family in (
         _paged_mutants,
         _merge_mutants,
@@ -852,6 +856,10 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
         _write_mutants,
         _read_mutants,
         _capacity_mutants,
+        probe_mutants.paged_mutants,
+        probe_mutants.merge_mutants,
+        probe_mutants.rope_mutants,
+        probe_mutants.cache_mutants,
     ):
         yield Numerics(), family()
     yield Numerics(form="expanded", stage=INPUT), _layer_mutants()

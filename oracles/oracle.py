@@ -43,16 +43,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Oracle:
-    """A claim, the problems that it judges (empty: all of them), and the mutants that it kills.
-
-    deep: takes runs of its own, so that a quick campaign deals such claims over its cases.
-    """
+    """A claim, the problems that it judges (empty: all of them), and the mutants that it kills."""
 
     name: str
     check: Callable[[Trial], Finding]
     problems: tuple[str, ...] = ()
     kills: tuple[str, ...] = ()
-    deep: bool = False
 
 
 @cache

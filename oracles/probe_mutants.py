@@ -1,0 +1,254 @@
+"""Mutants that are right on their own case's first run: pages in order, one page size, one call, one address.
+
+The claims that compare a second run with the first were made for them; the truth alone does not see most.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mla_ref.cache_gather import cache_gather
+from mla_ref.cache_write import cache_write
+from mla_ref.case import Case
+from mla_ref.layout import CacheLayout
+from mla_ref.merge_states import merge_states
+from mla_ref.paged_attention import paged_attention
+from mla_ref.problem import AttentionOutput
+from mla_ref.problems.cache_write import CacheWriteOutput
+from mla_ref.problems.rope import RopeOutput
+from mla_ref.rope import rotate
+from mla_ref.rows import Request
+from oracles.mutants import (
+    CONFIG,
+    LATENT,
+    MERGE,
+    PAGED,
+    READ,
+    ROPE,
+    WRITE,
+    WRITE_PER_TENSOR,
+    Run,
+    attend,
+    changed,
+    departing,
+    given,
+)
+from oracles.oracle import storage_bytes
+
+IN_ORDER = CacheLayout(shuffled=False, spare_blocks=0)
+
+
+def attention_mutants(case: Case, per_tensor: Case) -> dict[str, tuple[Case, Run]]:
+    """The edits that ``latent_attention`` and ``attention`` have in common."""
+    return {
+        "page_table_taken_for_rising": (replace(case, layout=IN_ORDER), given(block_table=_rising)),
+        "page_size_built_in": (case, given(kv_cache=_in_pages_of_sixteen, block_table=_for_more_pages)),
+        "read_in_32_bits": (case, given(kv_cache=lambda x: _wrapped(x.kv_cache))),
+        "read_before_the_queries": (case, _reading_before_the_queries),
+        "store_before_the_queries": (case, _storing_before_the_queries),
+        "lengths_remembered": (case, _remembering_lengths()),
+        "semaphore_not_reset": (case, _adding_up()),
+        "table_indexed_by_row": (case, given(block_table=_by_row)),
+        "context_skipped": (case, departing(mask=_new_tokens_only)),
+        "new_tokens_ignored": (case, departing(mask=_context_only)),
+        "rope_lanes_in_values": (case, _with_rope_lanes),
+        "value_scale_dropped": (per_tensor, departing(value=lambda x, _: x / per_tensor.kv_scale)),
+        "scale_built_in": (case, given(softmax_scale=lambda _: CONFIG.softmax_scale)),
+    }
+
+
+def _rising(inputs: Any) -> torch.Tensor:
+    """The pages that follow a request's first one."""
+    last = inputs.kv_cache.shape[0] - 1
+    step = torch.arange(inputs.block_table.shape[1], dtype=torch.int32)
+    pages: torch.Tensor = (inputs.block_table[:, :1].clamp(max=last) + step).clamp(max=last)
+    return pages
+
+
+def _in_pages_of_sixteen(inputs: Any) -> torch.Tensor:
+    cache, size = inputs.kv_cache, LATENT.block_size
+    pages: torch.Tensor = cache.unflatten(1, (-1, size)).flatten(0, 1) if cache.shape[1] > size else cache
+    return pages
+
+
+def _for_more_pages(inputs: Any) -> torch.Tensor:
+    """The table as it is, for as many columns as smaller pages are looked up in."""
+    table, times = inputs.block_table, max(inputs.kv_cache.shape[1] // LATENT.block_size, 1)
+    repeated: torch.Tensor = table.repeat(1, times)
+    return repeated if times == 1 else repeated.clamp(max=inputs.kv_cache.shape[0] - 1)
+
+
+def _wrapped(cache: torch.Tensor) -> torch.Tensor:
+    """Element offsets are kept in 32 bits: a pool that is larger is read at its beginning."""
+    large = (cache.shape[0] - 1) * cache.stride(0) >= 2**31
+    return cache[:1].expand(cache.shape[0], -1, -1) if large else cache
+
+
+def _before(tensor: torch.Tensor) -> torch.Tensor:
+    """The element in front of a tensor, as bytes; empty where its storage begins with it."""
+    at = tensor.storage_offset() * tensor.element_size()
+    return storage_bytes(tensor)[max(at - tensor.element_size(), 0) : at]
+
+
+def _reading_before_the_queries(inputs: Any) -> AttentionOutput:
+    """A vector load that starts early; its first lane is multiplied by 0."""
+    output, lane = attend(inputs, {}), _before(inputs[0]).clone()
+    if not len(lane):
+        return output
+    return AttentionOutput(output.out + 0.0 * lane.view(inputs[0].dtype), output.lse)
+
+
+def _storing_before_the_queries(inputs: Any) -> AttentionOutput:
+    output = attend(inputs, {})
+    _before(inputs[0]).zero_()
+    return output
+
+
+def _remembering_lengths() -> Run:
+    """A plan made at the first call with as many requests: later ones read no further."""
+    plans: dict[int, torch.Tensor] = {}
+
+    def run(inputs: Any) -> AttentionOutput:
+        plan = plans.setdefault(len(inputs.cache_seqlens), inputs.cache_seqlens.clone())
+        return attend(inputs._replace(cache_seqlens=torch.minimum(plan, inputs.cache_seqlens)), {})
+
+    return run
+
+
+def _adding_up() -> Run:
+    """A second call adds to what the first one left in a workspace."""
+    left: dict[torch.Size, torch.Tensor] = {}
+
+    def run(inputs: Any) -> AttentionOutput:
+        output = attend(inputs, {})
+        before = left.get(output.out.shape)
+        left[output.out.shape] = output.out.clone()
+        return output if before is None else AttentionOutput(output.out + before, output.lse)
+
+    return run
+
+
+def _by_row(inputs: Any) -> torch.Tensor:
+    """The first query row of a request taken for its row of the table."""
+    table, last = inputs.block_table, len(inputs.block_table) - 1
+    rows: torch.Tensor = table[inputs.cu_seqlens_q[:-1].long().clamp(max=last)]
+    return rows.where(rows < inputs.kv_cache.shape[0], 0)
+
+
+def _new_tokens_only(mask: torch.Tensor, request: Request) -> torch.Tensor:
+    return mask & (torch.arange(mask.shape[1]) >= request.kv_len - request.q_len)
+
+
+def _context_only(mask: torch.Tensor, request: Request) -> torch.Tensor:
+    return mask & (torch.arange(mask.shape[1]) < request.kv_len - request.q_len)
+
+
+def _with_rope_lanes(inputs: Any) -> AttentionOutput:
+    """Values begin in the middle of an entry and end in its rope part."""
+    rope: list[torch.Tensor] = []
+
+    def keys(right: tuple[torch.Tensor, torch.Tensor], request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        rope[:] = right[1:]
+        return right
+
+    def value(kv_c: torch.Tensor, request: Request) -> torch.Tensor:
+        return torch.cat([kv_c, rope[0]], dim=1)[:, rope[0].shape[1] :]
+
+    return attend(inputs, {"keys": keys, "value": value})
+
+
+def paged_mutants() -> dict[str, tuple[Case, Run]]:
+    """The edits of ``paged_attention``."""
+    case = replace(PAGED, cache_format="bf16")
+
+    def wrapped(inputs: Any) -> AttentionOutput:
+        caches = {name: _wrapped_heads(getattr(inputs, name)) for name in ("key_cache", "value_cache")}
+        output: AttentionOutput = _unchecked(paged_attention)(*inputs._replace(**caches))
+        return output
+
+    return {"paged_read_in_32_bits": (case, wrapped)}
+
+
+def _wrapped_heads(cache: torch.Tensor) -> torch.Tensor:
+    large = (cache.shape[0] - 1) * cache.stride(0) >= 2**31
+    return cache[:1].expand(cache.shape[0], -1, -1, -1) if large else cache
+
+
+def merge_mutants() -> dict[str, tuple[Case, Run]]:
+    """The edits of ``merge_states``."""
+    three = replace(MERGE, q_lens=(9,) * 3, kv_lens=(5, 0, 70))
+    one = replace(MERGE, q_lens=(9,), kv_lens=(5,))
+
+    def single_normalised(inputs: Any) -> AttentionOutput:
+        """A lone state passes through half precision on its way."""
+        output = merge_states(*inputs)
+        if inputs.outs.shape[0] > 1:
+            return output
+        return output._replace(lse=output.lse.bfloat16().float())
+
+    def first_two(inputs: Any) -> AttentionOutput:
+        """Only neighbours are told apart: a third state is taken for as heavy as the second."""
+        lses = inputs.lses.clone()
+        lses[2:] = lses[1:-1]
+        return merge_states(inputs.outs.nan_to_num(nan=0.0), lses)
+
+    return {
+        "states_beyond_three_dropped": (
+            three,
+            changed(merge_states, outs=_three("outs"), lses=_three("lses")),
+        ),
+        "states_single_rounded": (one, single_normalised),
+        "states_third_weighed_as_second": (three, first_two),
+    }
+
+
+def _three(name: str) -> Callable[[Any], torch.Tensor]:
+    def first(inputs: Any) -> torch.Tensor:
+        states: torch.Tensor = getattr(inputs, name)[:3]
+        return states
+
+    return first
+
+
+def rope_mutants() -> dict[str, tuple[Case, Run]]:
+    """The edits of ``rope``."""
+    short = replace(ROPE, q_lens=(2,), kv_lens=(2,))
+
+    def from_one(inputs: Any) -> RopeOutput:
+        """Positions are numbers of tokens seen, but for the very first."""
+        late = inputs.positions + (torch.arange(len(inputs.positions)) > 0).to(inputs.positions)
+        output: RopeOutput = _unchecked(rotate)(*inputs._replace(positions=late))
+        return output
+
+    return {"rope_second_token_late": (short, from_one)}
+
+
+def cache_mutants() -> dict[str, tuple[Case, Run]]:
+    """The edits of ``cache_write`` and ``cache_gather``."""
+
+    def wrapped_write(inputs: Any) -> CacheWriteOutput:
+        cache_write(*inputs._replace(kv_cache=_wrapped(inputs.kv_cache)))
+        return CacheWriteOutput(inputs.kv_cache)
+
+    def negative_zero_lost(inputs: Any) -> CacheWriteOutput:
+        return cache_write(*inputs._replace(kv_c=inputs.kv_c + 0.0))
+
+    return {
+        "write_in_32_bits": (WRITE, wrapped_write),
+        "write_scale_in_bf16": (WRITE_PER_TENSOR, changed(cache_write, kv_scale=_coarse)),
+        "write_loses_negative_zero": (WRITE, negative_zero_lost),
+        "gather_in_32_bits": (READ, changed(cache_gather, kv_cache=lambda x: _wrapped(x.kv_cache))),
+    }
+
+
+def _coarse(inputs: Any) -> torch.Tensor:
+    scale: torch.Tensor = inputs.kv_scale.bfloat16().float()
+    return scale
+
+
+def _unchecked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    unchecked: Callable[..., Any] = inspect.unwrap(fn)
+    return unchecked

@@ -1,0 +1,126 @@
+"""One key out of many.
+
+Claim: where every query is far closer to one key than to all others, the row returns that key's value as it
+    is, and its score as lse.
+Why: the other weights underflow to 0, so any key that is lost, moved, read twice or masked wrongly shows as
+    another value. The keys stand at the edges of blocks, tiles, halves and quarters; every head looks for
+    another one, and scores are in the hundreds, where an exponential without a maximum overflows.
+Exact or bounded: as for a single key. A key's code is its number in signs, repeated over the channels that
+    carry no value; keys that nobody looks for have none.
+Kills: pages, masks, splits and merges that lose or confuse a key, rescaling that is forgotten, overflow.
+"""
+
+import math
+
+import torch
+
+from mla_ref.case import Case
+from mla_ref.values import permutation
+from oracles.oracle import Oracle, Trial
+from oracles.probes import (
+    ATTENTION,
+    Probe,
+    asked,
+    code_width,
+    exactly_scaled,
+    first_keys,
+    lengths,
+    materialized,
+    payload,
+    planted,
+    shows,
+    value_channels,
+)
+from oracles.verdict import Finding
+
+# How far below the key that is looked for all others score: exp gives 0 there, in float32 and in float64.
+GAP = {False: 120.0, True: 800.0}
+
+MAX_CANDIDATES = 64
+
+
+def check(trial: Trial) -> Finding:
+    """Run with one key to be found by each row and head."""
+    return shows(trial, plant, exactly_scaled(trial.case))
+
+
+def plant(case: Case, device: str) -> Probe:
+    """The probe of a case."""
+    inputs = materialized(case, device)
+    width, num_heads, starts = code_width(inputs), case.config.num_heads, first_keys(inputs)
+    bits = min(width, MAX_CANDIDATES.bit_length() - 1)
+    codes = _codes(bits, width)
+    repeats = width // bits
+    factor = 2.0 ** math.ceil(
+        math.log2(GAP[case.dtype == "float64"] / (2.0 * repeats * inputs.softmax_scale))
+    )
+    key = torch.zeros(starts[-1], width, dtype=torch.float64)
+    query = torch.zeros(sum(case.q_lens), num_heads, width, dtype=torch.float64)
+    picked = torch.full((sum(case.q_lens), num_heads), -1)
+    row = 0
+    for i, (q_len, kv_len) in enumerate(lengths(inputs)):
+        tokens = candidates(kv_len, case.block_size, 2**bits, case.seed + i)
+        key[[starts[i] + token for token in tokens]] = codes[: len(tokens)]
+        for s in range(q_len):
+            seen = [n for n, token in enumerate(tokens) if token <= kv_len - q_len + s]
+            if seen:
+                number = torch.tensor([seen[(s * num_heads + h) % len(seen)] for h in range(num_heads)])
+                query[row] = factor * codes[number]
+                picked[row] = starts[i] + torch.tensor(tokens)[number]
+            row += 1
+    inputs, values = planted(
+        asked(inputs, query.to(device)),
+        key.to(device),
+        payload(case, starts[-1], value_channels(inputs), device),
+    )
+    found = (picked >= 0).to(device)
+    if not starts[-1]:
+        none = values.new_zeros(*picked.shape, values.shape[-1])
+        return Probe(inputs, {"out": none, "lse": none.new_full(picked.shape, -torch.inf)})
+    head = torch.arange(num_heads, device=device)
+    out = values[picked.clamp(min=0).to(device), head].masked_fill(~found[..., None], 0.0)
+    lse = torch.full_like(found, inputs.softmax_scale * factor * width, dtype=torch.float64)
+    return Probe(inputs, {"out": out, "lse": lse.masked_fill(~found, -torch.inf)})
+
+
+def candidates(kv_len: int, block_size: int, most: int, seed: int) -> list[int]:
+    """Tokens at the edges of whatever a kernel may cut at, then any others, as many as there are codes."""
+    edges = [kv_len, 1, kv_len // 2, kv_len // 4, 3 * kv_len // 4]
+    edges += [n for step in (block_size, 64, 16, 128) for n in (step, kv_len // step * step)]
+    found = [edge + step for edge in edges for step in (-1, 0, 1)]
+    found += permutation(seed, "needles", kv_len)[:most].tolist()
+    return list(dict.fromkeys(token for token in found if 0 <= token < kv_len))[:most]
+
+
+def _codes(bits: int, width: int) -> torch.Tensor:
+    """[2^bits width] of -1 and 1: bit i of the number in every channel that is i modulo ``bits``."""
+    number = torch.arange(2**bits)[:, None]
+    return ((number >> (torch.arange(width) % bits)) % 2 * 2 - 1).double()
+
+
+ORACLE = Oracle(
+    name="needle",
+    check=check,
+    problems=ATTENTION,
+    kills=(
+        "scale_one_percent",
+        "key_dropped",
+        "key_twice",
+        "causal_one_less",
+        "causal_top_left",
+        "page_of_another_request",
+        "pages_swapped",
+        "value_one_row_late",
+        "heads_swapped",
+        "rows_one_late",
+        "merge_average",
+        "merge_overflow",
+        "end_not_stored",
+        "rows_not_written",
+        "tile_scale_of_neighbour",
+        "fp8_scale_twice",
+        "rope_part_dropped",
+        "paged_heads_interleaved",
+        "paged_key_dropped",
+    ),
+)

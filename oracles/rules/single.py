@@ -1,0 +1,100 @@
+"""One key.
+
+Claim: a row that sees a single key returns that key's value as it is, and scale · q · k as its lse.
+Why: softmax of one score is 1, whatever the score; nothing is left that could hide a wrong scale, a wrong
+    slice or a wrong dequantisation, and lse shows the score itself.
+Exact or bounded: values have four significant bits, which no type of the path rounds: bit for bit in
+    sixteen-bit outputs, within the roundings of one term else. lse within the radius of one dot product.
+Kills: every wrong scale, lost channels, scores of low precision, tails, stores that stop early.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mla_ref.case import Case
+from mla_ref.values import integers
+from oracles.oracle import Oracle, Trial
+from oracles.probes import (
+    ATTENTION,
+    Probe,
+    code_width,
+    exactly_scaled,
+    materialized,
+    nothing,
+    payload,
+    planted,
+    runnable,
+    shows,
+    value_channels,
+)
+from oracles.verdict import Finding
+
+
+def check(trial: Trial) -> Finding:
+    """Run with one token in every request."""
+    case = shortest(trial.case)
+    if not runnable(trial, case):
+        return nothing("the backend does not take one key")
+    return shows(trial, plant, case)
+
+
+def shortest(case: Case) -> Case:
+    """One new token in every request, and nothing else."""
+    ones = (1,) * len(case.kv_lens)
+    return exactly_scaled(replace(case, q_lens=ones, kv_lens=ones))
+
+
+def plant(case: Case, device: str) -> Probe:
+    """The probe of a case with one token in every request."""
+    inputs = materialized(case, device)
+    num_requests, width = len(case.kv_lens), code_width(inputs)
+    key = (integers(case.seed, "single", 7, num_requests, width).double() - 3.0).to(device) / 2.0
+    inputs, value = planted(inputs, key, payload(case, num_requests, value_channels(inputs), device))
+    names = [name for name in ("ql_nope", "q_nope", "q_pe", "query") if hasattr(inputs, name)]
+    small = {
+        name: (integers(case.seed, name, 9, *getattr(inputs, name).shape).double() - 4.0).to(device) / 8.0
+        for name in names
+    }
+    inputs = inputs._replace(**{name: x.to(getattr(inputs, name).dtype) for name, x in small.items()})
+    score = torch.einsum("thw,tw->th", small[names[-1]], key)
+    if hasattr(inputs, "ql_nope"):
+        score = score + torch.einsum("thc,thc->th", small["ql_nope"], value)
+    if hasattr(inputs, "q_nope"):
+        score = score + _absorbed(inputs, small["q_nope"], case, device)
+    return Probe(inputs, {"out": value, "lse": inputs.softmax_scale * score})
+
+
+def _absorbed(inputs: Any, query: torch.Tensor, case: Case, device: str) -> torch.Tensor:
+    latent = payload(case, len(query), value_channels(inputs), device)
+    picked = inputs.w_uk.argmax(2)
+    return (query * latent[:, picked]).sum(-1)
+
+
+ORACLE = Oracle(
+    name="single",
+    check=check,
+    problems=ATTENTION,
+    kills=(
+        "scale_one_percent",
+        "scale_of_latent_width",
+        "scale_without_mscale",
+        "exp2_of_natural_scores",
+        "lse_base_2",
+        "fp8_scale_ignored",
+        "fp8_scale_twice",
+        "tile_scale_of_neighbour",
+        "tail_unmasked",
+        "tail_of_zeros",
+        "nan_times_zero",
+        "rope_part_dropped",
+        "scores_in_bf16",
+        "end_not_stored",
+        "paged_scale_one_percent",
+        "paged_value_scale_of_keys",
+        "paged_scales_ignored",
+        "paged_values_from_keys",
+        "paged_tail_unmasked",
+    ),
+)

@@ -18,8 +18,8 @@ product with the values, and summed unrounded. Exponentials are base 2, of score
 Order of accumulation: per row, pairs in order; in the left half P0 V0 of a pair before P1 V1, in the right
 half too; the denominators of K0's and K1's keys are summed apart and added at the end.
 
-The maximum is lazy: it moves only when a score exceeds it by more than ``_SLACK`` (in powers of two), so
-weights reach 2 ** _SLACK and the accumulators are hardly ever rescaled. Neither changes a rounding: weights
+The maximum is lazy: it moves only when a score exceeds it by more than ``SLACK`` (in powers of two), so
+weights reach 2 ** SLACK and the accumulators are hardly ever rescaled. Neither changes a rounding: weights
 are floating point, and a factor of 1 is exact.
 """
 
@@ -72,17 +72,42 @@ RESCALE_CONSTRAINTS: gl.constexpr = gl.constexpr(_CONSTRAINTS)
 
 
 @gluon.jit
-def _item(items, i_item, i_lane):
-    """What the loops need of an item. A lane past the tile's last row walks one pair."""
+def _pairs(items, i_item, i_lane):
+    """First and end pair of an item. A lane past the tile's last row walks one pair."""
     p = items + i_item * FIELDS
     first = gl.load(p + 1)
-    last = gl.load(p + 2)
-    num_rows = gl.load(p + 5)
-    kv_len = gl.load(p + 6)
-    row_in_request = gl.load(p + 7) + i_lane * BLOCK
-    visible = gl.load(p + 8)
-    last = gl.where(num_rows > i_lane * BLOCK, last, first + 1)
-    return first, last, kv_len, row_in_request, visible
+    return first, gl.where(gl.load(p + 5) > i_lane * BLOCK, gl.load(p + 2), first + 1)
+
+
+@gluon.jit
+def _num_live(items, i_item, i_lane):
+    """Rows of the lane's block that belong to the request; 64 or more: all."""
+    return gl.load(items + i_item * FIELDS + 5) - i_lane * BLOCK
+
+
+@gluon.jit
+def _kv_len(items, i_item):
+    return gl.load(items + i_item * FIELDS + 6)
+
+
+@gluon.jit
+def _visible(items, i_item):
+    """Keys that the request's first query sees: a pair that ends within them needs no mask."""
+    return gl.load(items + i_item * FIELDS + 8)
+
+
+@gluon.jit
+def _masked(b_s, o_key, items, i_item, i_lane, H):
+    """Scores of the keys from o_key on, -inf where a row does not see a key.
+
+    Everything is read again here, in the rare branch, so that nothing of it lives in the loop's registers.
+    """
+    L_ROW: gl.constexpr = gl.SliceLayout(1, b_s.type.layout)
+    L_COLUMN: gl.constexpr = gl.SliceLayout(0, b_s.type.layout)
+    o_row = gl.load(items + i_item * FIELDS + 7) + i_lane * BLOCK + gl.arange(0, BLOCK, L_ROW)
+    b_limit = _visible(items, i_item) + o_row // H
+    o_col = o_key + gl.arange(0, BLOCK, L_COLUMN)
+    return gl.where(o_col[None, :] < b_limit[:, None], b_s, float("-inf"))
 
 
 @gluon.jit
@@ -108,14 +133,31 @@ def _rescaled(b_o, b_alpha):
 
 @gluon.jit
 def _zero_dead_rows(s_half, num_live):
-    """Rows num_live … 63 of a half block [64, 256] become 0: dead slots may hold NaN, and 0 · NaN is NaN."""
+    """Rows num_live … 63 of a half block [64, 256] become 0.
+
+    Dead slots of the cache may hold NaN, and 0 · NaN is NaN. Dead rows of the query are other requests'
+    rows: harmless, but products with 0 take less power, and power is what limits the clock.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_row = gl.arange(0, BLOCK, gl.SliceLayout(1, L))
-    for c in gl.static_range(4):
-        s_part = s_half.slice(c * 64, 64, dim=1)
-        b_part = s_part.load(L)
-        s_part.store(gl.where((o_row < num_live)[:, None], b_part, gl.zeros_like(b_part)))
-    fence_async_shared()
+    if num_live < BLOCK:
+        for c in gl.static_range(4):
+            s_part = s_half.slice(c * 64, 64, dim=1)
+            b_part = s_part.load(L)
+            s_part.store(gl.where((o_row < num_live)[:, None], b_part, gl.zeros_like(b_part)))
+        fence_async_shared()
+
+
+@gluon.jit
+def _live_rows(b_x, num_live):
+    o_row = gl.arange(0, BLOCK, gl.SliceLayout(1, b_x.type.layout))
+    return gl.where((o_row < num_live)[:, None], b_x, gl.zeros_like(b_x))
+
+
+@gluon.jit
+def _first_maximum(num_live, L_ROW: gl.constexpr):
+    """Below every score; above every score in dead rows, whose weights are then 0 for good."""
+    return gl.where(gl.arange(0, BLOCK, L_ROW) < num_live, LOWEST, -LOWEST)
 
 
 @gluon.jit
@@ -191,7 +233,10 @@ def _left(
     items, offsets, i_part, i_lane, H, scale_log2, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Scores of K0; out[:, :256]."""
-    bar_q, bar_q_free, bar_l, bar_l_free, bar_r, _bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum = bars
+    (
+        bar_q, bar_q_zeroed, bar_q_free, bar_l, bar_l_free, bar_r, _bar_r_free, bar_m0, bar_m1, bar_p0,
+        bar_p1, bar_sum,
+    ) = bars  # fmt: skip
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
@@ -200,13 +245,16 @@ def _left(
     i_end = gl.load(offsets + i_part + 1)
     i_pair = 0
     for i_item in range(i_begin, i_end):
-        first, last, kv_len, row_in_request, visible = _item(items, i_item, i_lane)
+        first, last = _pairs(items, i_item, i_lane)
+        visible = _visible(items, i_item)
         parity = (i_item - i_begin) & 1
         mbarrier.wait(bar_q, parity)
-        b_q_pe = s_q_pe.load(gl.DotOperandLayout(0, L_S, 2))
-        o_row = row_in_request + gl.arange(0, BLOCK, L_ROW)
-        b_limit = visible + o_row // H
-        b_m = gl.full([BLOCK], LOWEST, gl.float32, L_ROW)
+        num_live = _num_live(items, i_item, i_lane)
+        _zero_dead_rows(s_q.index(0), num_live)
+        mbarrier.arrive(bar_q_zeroed)
+        b_q_pe = _live_rows(s_q_pe.load(gl.DotOperandLayout(0, L_S, 2)), num_live)
+        b_m = _first_maximum(num_live, L_ROW)
+        mbarrier.wait(bar_q_zeroed, parity)
         b_l = gl.full([BLOCK], 0.0, gl.float32, L_ROW)
         b_o = gl.zeros([BLOCK, HALF], gl.float32, L_O)
         for i in range(first, last):
@@ -229,8 +277,8 @@ def _left(
             b_s = warpgroup_mma(b_q_pe, s_pe.index(0).permute((1, 0)), b_s, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             if o_key + BLOCK > visible:
-                o_col = o_key + gl.arange(0, BLOCK, gl.SliceLayout(0, L_S))
-                b_s = gl.where(o_col[None, :] < b_limit[:, None], b_s, float("-inf"))
+                b_s = _masked(b_s, o_key, items, i_item, i_lane, H)
+                _zero_dead_rows(s_left.index(0), _kv_len(items, i_item) - o_key)
             b_top = gl.max(b_s, 1) * scale_log2
             b_m0 = gl.where(b_top > b_m + SLACK, b_top, b_m)
             s_m0.store(b_m0)
@@ -239,8 +287,6 @@ def _left(
             b_p = gl.exp2(b_s * scale_log2 - b_m0[:, None])
             b_o = _rescaled(b_o, b_alpha)
             b_p_own = gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, L_O, 2))
-            if o_key + BLOCK > kv_len:
-                _zero_dead_rows(s_left.index(0), kv_len - o_key)
             b_o = warpgroup_mma(b_p_own, s_left.index(0), b_o, use_acc=i > first, is_async=True)
             b_l = b_l * b_alpha + gl.sum(b_p, 1)
             # K1's maximum may be newer: what the right half gets must be in its frame.
@@ -256,9 +302,7 @@ def _left(
             b_o = _rescaled(b_o, b_beta)
             i_pair += 1
         mbarrier.wait(bar_p1, (i_pair & 1) ^ 1)
-        num_live = kv_len - (last * PAIR - BLOCK)
-        if num_live < BLOCK:
-            _zero_dead_rows(s_left.index(1), num_live)
+        _zero_dead_rows(s_left.index(1), _kv_len(items, i_item) - (last * PAIR - BLOCK))
         b_o = warpgroup_mma(s_p1, s_left.index(1), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         mbarrier.arrive(bar_l_free.index(1))
@@ -284,7 +328,10 @@ def _right(
     i_zero: 0, unknown to the optimiser. Indexing this branch's buffers with it keeps ptxas from sharing
     descriptor arithmetic with the other branch, which it would hold in spilled registers.
     """
-    bar_q, bar_q_free, bar_l, _bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum = bars
+    (
+        bar_q, bar_q_zeroed, bar_q_free, bar_l, _bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0,
+        bar_p1, bar_sum,
+    ) = bars  # fmt: skip
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
@@ -294,13 +341,16 @@ def _right(
     i_pair = 0
     i_one = i_zero + 1
     for i_item in range(i_begin, i_end):
-        first, last, kv_len, row_in_request, visible = _item(items, i_item, i_lane)
+        first, last = _pairs(items, i_item, i_lane)
+        visible = _visible(items, i_item)
         parity = (i_item - i_begin) & 1
         mbarrier.wait(bar_q, parity)
-        b_q_pe = s_q_pe.load(gl.DotOperandLayout(0, L_S, 2))
-        o_row = row_in_request + gl.arange(0, BLOCK, L_ROW)
-        b_limit = visible + o_row // H
-        b_m = gl.full([BLOCK], LOWEST, gl.float32, L_ROW)
+        num_live = _num_live(items, i_item, i_lane)
+        _zero_dead_rows(s_q.index(i_one), num_live)
+        mbarrier.arrive(bar_q_zeroed)
+        b_q_pe = _live_rows(s_q_pe.load(gl.DotOperandLayout(0, L_S, 2)), num_live)
+        b_m = _first_maximum(num_live, L_ROW)
+        mbarrier.wait(bar_q_zeroed, parity)
         b_l = gl.full([BLOCK], 0.0, gl.float32, L_ROW)
         b_o = gl.zeros([BLOCK, HALF], gl.float32, L_O)
         for i in range(first, last):
@@ -316,10 +366,12 @@ def _right(
             b_s = warpgroup_mma(s_q.index(i_zero), s_left.index(i_one).permute((1, 0)), b_s, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             if o_key + BLOCK > visible:
-                o_col = o_key + gl.arange(0, BLOCK, gl.SliceLayout(0, L_S))
-                b_s = gl.where(o_col[None, :] < b_limit[:, None], b_s, float("-inf"))
+                b_s = _masked(b_s, o_key, items, i_item, i_lane, H)
+                _zero_dead_rows(s_right.index(i_one), _kv_len(items, i_item) - o_key)
             b_top = gl.max(b_s, 1) * scale_log2
             mbarrier.wait(bar_m0, phase)
+            if o_key > visible:
+                _zero_dead_rows(s_right.index(i_zero), _kv_len(items, i_item) - o_key + BLOCK)
             b_m0 = s_m0.load(L_ROW)
             b_m1 = gl.where(b_top > b_m0 + SLACK, b_top, b_m0)
             s_m1.store(b_m1)
@@ -330,15 +382,11 @@ def _right(
             b_m = b_m1
             # P0 comes first: it is ready while these weights are still being rounded, and it frees K0 early.
             mbarrier.wait(bar_p0, phase)
-            if o_key > kv_len:
-                _zero_dead_rows(s_right.index(i_zero), kv_len - o_key + BLOCK)
             b_o = warpgroup_mma(s_p0, s_right.index(i_zero), b_o, is_async=True)
             b_p_own = b_p.to(DTYPE)
             s_p1.store(b_p_own)
             fence_async_shared()
             mbarrier.arrive(bar_p1)
-            if o_key + BLOCK > kv_len:
-                _zero_dead_rows(s_right.index(i_one), kv_len - o_key)
             b_o = warpgroup_mma(
                 gl.convert_layout(b_p_own, gl.DotOperandLayout(0, L_O, 2)),
                 s_right.index(i_one),
@@ -406,19 +454,19 @@ def _producer(
     offsets, i_part, i_lane, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Copies in the order in which the consumers free the buffers."""
-    bar_q, bar_q_free, bar_l, bar_l_free, bar_r, bar_r_free, _bar_m0, bar_m1, _bar_p0, _bar_p1, _bar_sum = (
-        bars
-    )
+    (
+        bar_q, _bar_q_zeroed, bar_q_free, bar_l, bar_l_free, bar_r, bar_r_free, _bar_m0, bar_m1, _bar_p0,
+        _bar_p1, _bar_sum,
+    ) = bars  # fmt: skip
     i_begin = gl.load(offsets + i_part)
     i_end = gl.load(offsets + i_part + 1)
     i_pair = 0
     for i_item in range(i_begin, i_end):
-        first, last, kv_len, _row_in_request, _visible = _item(items, i_item, i_lane)
+        first, last = _pairs(items, i_item, i_lane)
+        kv_len = _kv_len(items, i_item)
         request = gl.load(items + i_item * FIELDS)
         row = gl.load(items + i_item * FIELDS + 4) + i_lane * BLOCK
         table = block_table + request.to(gl.int64) * table_stride
-        pages_0 = _pages(table, 2 * first, kv_len, PAGE)
-        pages_1 = _pages(table, 2 * first + 1, kv_len, PAGE)
         # K1's maximum of the last pair says that its scores are done, hence that the latent query is free.
         # Its rope part is not: that tile has become s_p1.
         mbarrier.wait(bar_m1, (i_pair & 1) ^ 1, pred=i_item > i_begin)
@@ -427,8 +475,8 @@ def _producer(
         tma.async_copy_global_to_shared(q_nope, [row, 256], bar_q, s_q.index(1))
         for i in range(first, last):
             free = (i_pair & 1) ^ 1
-            next_0 = _pages(table, 2 * i + 2, kv_len, PAGE)
-            next_1 = _pages(table, 2 * i + 3, kv_len, PAGE)
+            # Loaded before the wait for the buffer, which hides them.
+            pages_0 = _pages(table, 2 * i, kv_len, PAGE)
             mbarrier.wait(bar_l_free.index(0), free)
             mbarrier.expect(bar_l.index(0), BLOCK * HALF * 2)
             _copy(kv, pages_0, 2 * i, 0, bar_l.index(0), s_left.index(0), PAGE)
@@ -436,6 +484,7 @@ def _producer(
             mbarrier.expect(bar_r.index(0), BLOCK * (HALF + ROPE) * 2)
             _copy(kv, pages_0, 2 * i, 256, bar_r.index(0), s_right.index(0), PAGE)
             _copy(kv_pe, pages_0, 2 * i, 512, bar_r.index(0), s_pe.index(0), PAGE)
+            pages_1 = _pages(table, 2 * i + 1, kv_len, PAGE)
             mbarrier.wait(bar_r_free.index(1), free)
             mbarrier.expect(bar_r.index(1), BLOCK * (HALF + ROPE) * 2)
             _copy(kv, pages_1, 2 * i + 1, 256, bar_r.index(1), s_right.index(1), PAGE)
@@ -446,8 +495,6 @@ def _producer(
             if i == first:
                 mbarrier.wait(bar_q_free, ((i_item - i_begin) & 1) ^ 1)
                 tma.async_copy_global_to_shared(q_pe, [row, 0], bar_q, s_q_pe)
-            pages_0 = next_0
-            pages_1 = next_1
             i_pair += 1
     gdc_launch_dependents()
 
@@ -484,6 +531,7 @@ def mla_decode_kernel(
     s_m0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
     s_m1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
     bar_q = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
+    bar_q_zeroed = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_q_free = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_m0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_m1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
@@ -495,6 +543,7 @@ def mla_decode_kernel(
     bar_r_free = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
     bar_sum = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
     mbarrier.init(bar_q, count=1)
+    mbarrier.init(bar_q_zeroed, count=2)
     mbarrier.init(bar_q_free, count=2)
     mbarrier.init(bar_m0, count=1)
     mbarrier.init(bar_m1, count=1)
@@ -508,7 +557,10 @@ def mla_decode_kernel(
         mbarrier.init(bar_sum.index(j), count=1)
     fence_async_shared()
     gdc_wait()
-    bars = (bar_q, bar_q_free, bar_l, bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum)
+    bars = (
+        bar_q, bar_q_zeroed, bar_q_free, bar_l, bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1,
+        bar_sum,
+    )  # fmt: skip
     consumer = (
         s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_p1, s_m0, s_m1, bars, out, lse, partial_out,
         partial_lse, items, offsets, i_part, i_lane, H, scale_log2, gl.constexpr(ROWS),

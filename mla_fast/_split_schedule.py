@@ -7,7 +7,7 @@ and ``merge_kernel`` adds them up. Lengths stay on the GPU, so a captured graph 
 
 Item fields: request, first pair, end pair, slot (-1: not split), first row (global), rows from there to the
 request's end, cached tokens, first row (in its request), keys that the request's first query sees.
-Merge fields: first row (global), rows, first slot, number of slots.
+Merge fields: first row (global), rows, first slot, last slot.
 """
 
 import triton
@@ -33,7 +33,6 @@ SHORTEST: tl.constexpr = tl.constexpr(2)
 LENGTHS = ["b", "H", "parts", "span"]
 TABLES = ["cu_seqlens_q", "cache_seqlens", "ends", "items", "offsets", "merges", "num_merges"]
 
-SEARCH: tl.constexpr = tl.constexpr(64)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -44,20 +43,20 @@ def _pairs_of(kv_len):
 
 
 @triton.jit
-def _request_of(ends, b_x, b):
+def _request_of(ends, b_x, b, LEVELS: tl.constexpr):
     """[P] Which request owns unit b_x; ends [b] are inclusive running sums; b past the last."""
     b_count = tl.zeros_like(b_x)
-    for j in range(0, b, SEARCH):
-        o = j + tl.arange(0, SEARCH)
-        b_end = tl.load(ends + o, mask=o < b, other=2147483647)
-        b_count += tl.sum((b_end[None, :] <= b_x[:, None]).to(tl.int32), 1)
+    for level in tl.static_range(LEVELS):
+        b_probe = b_count + (1 << (LEVELS - 1 - level))
+        b_end = tl.load(ends + b_probe - 1, mask=b_probe <= b, other=2147483647)
+        b_count = tl.where(b_end <= b_x, b_probe, b_count)
     return b_count
 
 
 @triton.jit
-def _cut(b_x, cost_ends, tile_ends, cache_seqlens, b):
-    """[P] Which request owns unit b_x; ends [b]: inclusive running sums; b past the last unit."""
-    i_request = _request_of(cost_ends, b_x, b)
+def _cut(b_x, cost_ends, tile_ends, cache_seqlens, b, LEVELS: tl.constexpr):
+    """[P] Tile, and pair in it, where the work of cost b_x ends; no piece is shorter than SHORTEST."""
+    i_request = _request_of(cost_ends, b_x, b, LEVELS)
     m = i_request < b
     m_before = m & (i_request > 0)
     b_pairs = _pairs_of(tl.load(cache_seqlens + i_request, mask=m, other=0))
@@ -73,9 +72,9 @@ def _cut(b_x, cost_ends, tile_ends, cache_seqlens, b):
 
 
 @triton.jit
-def _cost_before(b_tile, cost_ends, tile_ends, cache_seqlens, b):
+def _cost_before(b_tile, cost_ends, tile_ends, cache_seqlens, b, LEVELS: tl.constexpr):
     """[P] Cumulated cost of the tiles before b_tile."""
-    i_request = _request_of(tile_ends, b_tile, b)
+    i_request = _request_of(tile_ends, b_tile, b, LEVELS)
     m = i_request < b
     m_before = i_request > 0
     b_cost = 2 * _pairs_of(tl.load(cache_seqlens + i_request, mask=m, other=0)) + OVERHEAD
@@ -83,6 +82,12 @@ def _cost_before(b_tile, cost_ends, tile_ends, cache_seqlens, b):
     return (
         tl.load(cost_ends + i_request - 1, mask=m_before, other=0) + tl.where(m, b_tile - b_first, 0) * b_cost
     )
+
+
+@triton.jit
+def _next(b_x, P: tl.constexpr):
+    """[P] Each lane's right neighbour; the last lane's own."""
+    return tl.gather(b_x, tl.minimum(tl.arange(0, P) + 1, P - 1), 0)
 
 
 @triton.jit
@@ -109,22 +114,27 @@ def _store_item(
 
 
 @triton.jit
-def _store_merge(merges, i_merge, m, row, num_rows, slot, num_slots):
+def _store_merge_first(merges, i_merge, m, row, num_rows, slot):
     p = merges + i_merge * MERGE
     tl.store(p, row, mask=m)
     tl.store(p + 1, num_rows, mask=m)
     tl.store(p + 2, slot, mask=m)
-    tl.store(p + 3, num_slots, mask=m)
+
+
+@triton.jit
+def _store_merge_last(merges, i_merge, m, slot):
+    tl.store(merges + i_merge * MERGE + 3, slot, mask=m)
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=TABLES)
 def schedule_kernel(
     cu_seqlens_q, cache_seqlens, ends, items, offsets, merges, num_merges, b, H, parts, span,
-    B: tl.constexpr, P: tl.constexpr,
+    B: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Equal cost for every part, cut inside tiles; or whole tiles, where that is about as fast.
 
-    One program. ends [2 B]: scratch. offsets [parts + 1]: part i does items offsets[i] … offsets[i + 1] - 1.
+    One program. B: a power of two ≥ b, of LEVELS bits; P: one > parts. ends [2 B]: scratch.
+    offsets [parts + 1]: part i does items offsets[i] … offsets[i + 1] - 1.
     """
     gdc_wait()
     o_b = tl.arange(0, B)
@@ -143,22 +153,18 @@ def schedule_kernel(
     tl.debug_barrier()
 
     o_p = tl.arange(0, P)
+    m_p = o_p < parts
     share = (cost + parts - 1) // parts
     whole = (num_tiles + parts - 1) // parts
+    # Where each part begins; it ends where the next one begins.
     b_first = tl.minimum(o_p * whole, num_tiles)
-    b_next = tl.minimum(b_first + whole, num_tiles)
-    b_load = _cost_before(b_next, cost_ends, tile_ends, cache_seqlens, b) - _cost_before(
-        b_first, cost_ends, tile_ends, cache_seqlens, b
-    )
-    m_p = o_p < parts
-    if tl.max(tl.where(m_p, b_load, 0)) <= share + SPLIT_COST:
-        b_pair = tl.zeros_like(o_p)
-        b_last_pair = tl.zeros_like(o_p)
-    else:
-        b_first, b_pair = _cut(tl.minimum(o_p * share, cost), cost_ends, tile_ends, cache_seqlens, b)
-        b_next, b_last_pair = _cut(
-            tl.minimum((o_p + 1) * share, cost), cost_ends, tile_ends, cache_seqlens, b
-        )
+    b_before = _cost_before(b_first, cost_ends, tile_ends, cache_seqlens, b, LEVELS)
+    b_load = tl.where(m_p, _next(b_before, P) - b_before, 0)
+    b_pair = tl.zeros_like(o_p)
+    if tl.max(b_load) > share + SPLIT_COST:
+        b_first, b_pair = _cut(tl.minimum(o_p * share, cost), cost_ends, tile_ends, cache_seqlens, b, LEVELS)
+    b_next = _next(b_first, P)
+    b_last_pair = _next(b_pair, P)
 
     m_same = b_first == b_next
     b_items = tl.where(m_same, b_last_pair > b_pair, b_next - b_first + (b_last_pair > 0)).to(tl.int32)
@@ -168,16 +174,14 @@ def schedule_kernel(
     b_offset = tl.cumsum(b_items) - b_items
     b_slot = tl.cumsum(b_slots) - b_slots
     tl.store(offsets + o_p, b_offset, mask=o_p <= parts)
-    # The part on which a split tile begins; how many parts begin inside that tile.
+    # The parts on which a split tile begins. At most one is open at a time.
     m_split = (b_items > 0) & (b_last_pair > 0) & ~(m_same & (b_pair > 0))
     b_merge = tl.cumsum(m_split.to(tl.int32)) - m_split.to(tl.int32)
-    m_inside = (b_next[:, None] == b_first[None, :]) & ((b_pair > 0) & (b_items > 0))[None, :]
-    b_inside = tl.sum(m_inside.to(tl.int32), 1)
     tl.store(num_merges, tl.sum(m_split.to(tl.int32)))
     for j in range(tl.max(b_items)):
         m = j < b_items
         b_tile = b_first + j
-        i_request = _request_of(tile_ends, b_tile, b)
+        i_request = _request_of(tile_ends, b_tile, b, LEVELS)
         m &= i_request < b
         b_before = tl.load(tile_ends + i_request - 1, mask=m & (i_request > 0), other=0)
         b_pairs_here = _pairs_of(tl.load(cache_seqlens + i_request, mask=m, other=0))
@@ -189,14 +193,15 @@ def schedule_kernel(
             items, b_offset + j, m, i_request, first, last, slot, (b_tile - b_before) * span, cu_seqlens_q,
             cache_seqlens, H,
         )  # fmt: skip
-        _store_merge(merges, b_merge, m & m_split & (first == 0) & m_open, row, num_rows, slot, b_inside + 1)
+        _store_merge_first(merges, b_merge, m & m_open & (first == 0), row, num_rows, slot)
+        _store_merge_last(merges, b_merge - 1, m & ~m_open & (first > 0), slot)
     gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=TABLES)
 def fixed_schedule_kernel(
     cu_seqlens_q, cache_seqlens, ends, items, offsets, merges, num_merges, b, H, parts, span,
-    B: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    B: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Every tile cut at the same multiples of CHUNK pairs, whatever else is in the batch.
 
@@ -223,7 +228,7 @@ def fixed_schedule_kernel(
     tl.store(offsets + o_p, tl.minimum(o_p * per_part, num_items), mask=o_p <= parts)
     for j in range(0, num_items, P):
         i_item = j + o_p
-        i_request = _request_of(item_ends, i_item, b)
+        i_request = _request_of(item_ends, i_item, b, LEVELS)
         m = i_request < b
         m_before = m & (i_request > 0)
         b_rest = i_item - tl.load(item_ends + i_request - 1, mask=m_before, other=0)
@@ -237,52 +242,57 @@ def fixed_schedule_kernel(
             cu_seqlens_q, cache_seqlens, H,
         )  # fmt: skip
         i_merge = tl.load(merge_ends + i_request - 1, mask=m_before, other=0) + i_tile
-        _store_merge(merges, i_merge, m & (b_num > 1) & (first == 0), row, num_rows, slot, b_num)
+        m_first = m & (b_num > 1) & (first == 0)
+        _store_merge_first(merges, i_merge, m_first, row, num_rows, slot)
+        _store_merge_last(merges, i_merge, m_first, slot + b_num - 1)
     gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize_on_alignment=["merges", "num_merges"])
 def merge_kernel(
     out, lse, partial_out, partial_lse, merges, num_merges, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr,
+    SPAN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """out and lse of split tiles from their partial results.
 
-    Grid: (merges · SPAN / ROWS, WIDTH / COLUMNS). A program owns ROWS rows by COLUMNS columns of one tile.
-    Partial outputs are normalised; their logarithms are base 2. Weights and sums are float32, SPLITS
-    partial rows at a time, in the order of the slots.
+    Grid: (any, WIDTH / COLUMNS). A program takes COLUMNS columns of a row at a time, SPLITS partial rows at
+    a time, and no more rows than there are: the merges are counted on the GPU.
+    Partial outputs are normalised; their logarithms are base 2. Weights and sums are float32, in the order
+    of the slots.
     """
+    # Safe before the wait: whoever launched this kernel has itself waited for the schedule.
+    num_rows = tl.load(num_merges, cache_modifier=".cg") * SPAN
     gdc_wait()
-    i_merge = tl.program_id(0) // (SPAN // ROWS)
-    if i_merge < tl.load(num_merges):
-        i_first = tl.program_id(0) % (SPAN // ROWS) * ROWS
-        row = tl.load(merges + i_merge * MERGE)
-        num_rows = tl.minimum(tl.load(merges + i_merge * MERGE + 1), SPAN)
-        slot = tl.load(merges + i_merge * MERGE + 2).to(tl.int64)
-        num_slots = tl.load(merges + i_merge * MERGE + 3)
-        o_col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        for i_row in range(i_first, tl.minimum(i_first + ROWS, num_rows)):
+    gdc_launch_dependents()
+    o_col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    for i in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        p_merge = merges + i // SPAN * MERGE
+        i_row = i % SPAN
+        row = tl.load(p_merge)
+        slot = tl.load(p_merge + 2)
+        num_slots = tl.load(p_merge + 3) - slot + 1
+        if i_row < tl.load(p_merge + 1):
+            p_lse = partial_lse + slot * SPAN + i_row
+            p_out = partial_out + (slot.to(tl.int64) * SPAN + i_row) * WIDTH + o_col
             b_max = float("-inf")
-            for j in range(0, num_slots, SPLITS):
-                o_s = j + tl.arange(0, SPLITS)
-                m_s = o_s < num_slots
-                b_lse = tl.load(partial_lse + (slot + o_s) * SPAN + i_row, mask=m_s, other=float("-inf"))
-                b_max = tl.maximum(b_max, tl.max(b_lse, 0))
-            b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
             b_sum = 0.0
             b_o = tl.zeros([COLUMNS], tl.float32)
             for j in range(0, num_slots, SPLITS):
                 o_s = j + tl.arange(0, SPLITS)
                 m_s = o_s < num_slots
-                b_lse = tl.load(partial_lse + (slot + o_s) * SPAN + i_row, mask=m_s, other=float("-inf"))
-                p_o = partial_out + ((slot + o_s) * SPAN + i_row)[:, None] * WIDTH + o_col[None, :]
-                b_part = tl.load(p_o, mask=m_s[:, None], other=0.0)
-                b_weight = tl.exp2(b_lse - b_max)
-                b_sum += tl.sum(b_weight, 0)
-                b_o += tl.sum(b_part * b_weight[:, None], 0)
+                b_lse = tl.load(p_lse + o_s * SPAN, mask=m_s, other=float("-inf"))
+                b_part = tl.load(
+                    p_out[None, :] + o_s.to(tl.int64)[:, None] * (SPAN * WIDTH), mask=m_s[:, None], other=0.0
+                )
+                b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+                b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+                b_scale = tl.exp2(b_max - b_finite)
+                b_weight = tl.exp2(b_lse - b_finite)
+                b_sum = b_sum * b_scale + tl.sum(b_weight, 0)
+                b_o = b_o * b_scale + tl.sum(b_part * b_weight[:, None], 0)
+                b_max = b_new
             b_one = tl.where(b_sum == 0.0, 1.0, b_sum)
-            p_out = out + (row + i_row).to(tl.int64) * WIDTH + o_col
-            tl.store(p_out, (b_o / b_one).to(out.dtype.element_ty))
+            tl.store(out + (row + i_row).to(tl.int64) * WIDTH + o_col, (b_o / b_one).to(out.dtype.element_ty))
             if tl.program_id(1) == 0:
                 b_total = tl.where(b_sum == 0.0, float("-inf"), (b_max + tl.log2(b_one)) * LN_2)
                 tl.store(lse + row + i_row, b_total)

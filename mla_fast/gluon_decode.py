@@ -26,6 +26,8 @@ from mla_ref.problems.latent_attention import PROBLEM
 LATENT, ROPE = 512, 64
 BLOCK = 64  # keys of a block, rows of a lane
 MAX_LANES = 4
+MERGE_PROGRAMS = 2048  # enough to fill a GPU
+FEW_ROWS = 1024
 CHUNK_PAIRS = 64  # of 128 keys: where the batch-invariant schedule cuts
 ALIGNMENT = 16  # bytes, of every address and stride that TMA sees
 FORMATS = {"bf16": "bfloat16", "fp16": "float16"}
@@ -113,12 +115,12 @@ def plan_for(
     items, offsets, merges, num_merges, ends = torch.split(memory, list(sizes))
     arguments = (
         cu_seqlens_q, cache_seqlens, ends, items, offsets, merges, num_merges, b, num_heads, parts, span,
-        size_b, size_p,
+        size_b, size_b.bit_length(), size_p,
     )  # fmt: skip
     if chunk:
-        schedule.fixed_schedule_kernel[(1,)](*arguments, chunk, num_warps=8, launch_pdl=True)
+        schedule.fixed_schedule_kernel[(1,)](*arguments, chunk, num_warps=4, launch_pdl=True)
     else:
-        schedule.schedule_kernel[(1,)](*arguments, num_warps=8, launch_pdl=True)
+        schedule.schedule_kernel[(1,)](*arguments, num_warps=4, launch_pdl=True)
     return Plan(items, offsets, merges, num_merges, parts, lanes, num_slots, chunk)
 
 
@@ -135,7 +137,7 @@ def attend(
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from mla_fast._gluon_decode_kernel import mla_decode_kernel
-    from mla_fast._split_schedule import merge_kernel
+    from mla_fast._split_schedule import MERGE_FIELDS, merge_kernel
 
     t, h, _ = ql_nope.shape
     n, block_size, width = kv_cache.shape
@@ -178,13 +180,14 @@ def attend(
         maxnreg=168,
         launch_pdl=True,
     )
-    max_merges = schedule.merges.shape[0] // 4
-    if max_merges:
-        few = max_merges * span <= 1024 and not schedule.chunk
-        columns, rows, splits = (64, 1, 64) if few else (LATENT, 8, 8)
-        merge_kernel[(max_merges * span // rows, LATENT // columns)](
-            out, lse, partial_out, partial_lse, schedule.merges, schedule.num_merges, LATENT, columns, rows,
-            span, splits, num_warps=4, launch_pdl=True,
+    max_rows = schedule.merges.shape[0] // MERGE_FIELDS * span
+    if max_rows:
+        # Few rows have many splits: more programs a row. A fixed cut must not depend on the batch.
+        few = max_rows <= FEW_ROWS and not schedule.chunk
+        columns, splits = (64, 128) if few else (LATENT, 8)
+        merge_kernel[(min(max_rows, MERGE_PROGRAMS), LATENT // columns)](
+            out, lse, partial_out, partial_lse, schedule.merges, schedule.num_merges, LATENT, columns, span,
+            splits, num_warps=4, launch_pdl=True,
         )  # fmt: skip
     return AttentionOutput(out, lse)
 

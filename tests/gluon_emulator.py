@@ -2,7 +2,7 @@
 
 One thread a partition of a warp-specialised kernel. Everything asynchronous happens as late as the program
 allows: a copy lands when somebody waits for its barrier, a matrix product is computed when somebody waits for
-therefore shows in the result. Not modelled: memory order, proxies, layouts, inline assembly's text.
+it. Shared memory starts as NaN, and a buffer becomes NaN when a copy into it starts. Reading too early
 therefore shows in the result. Not modelled: memory order, proxies, layouts, the text of inline assembly.
 """
 
@@ -91,7 +91,7 @@ def pointer(tensor):
     return Pointer(torch.as_strided(tensor, (length,), (1,), tensor.storage_offset()))
 
 
-def _load(p, mask=None, other=None):
+def _load(p, mask=None, other=None, cache_modifier=None):
     offset = np.asarray(p.offset, dtype=np.int64)
     live = (
         np.ones(offset.shape, bool)
@@ -341,6 +341,7 @@ LANGUAGE = SimpleNamespace(
     SwizzledSharedLayout=_layout, DistributedLinearLayout=_layout, NVMMASharedLayout=_layout,
     allocate_shared_memory=_allocate, warp_specialize=_warp_specialize, static_range=range,
     program_id=lambda axis: Scalar(_program.ids[axis]),
+    num_programs=lambda axis: Scalar(_program.grid[axis]),
     load=_load, store=_store,
     arange=lambda a, b, layout=None: array(np.arange(a, b)),
     zeros=lambda shape, dtype, layout=None: array(np.zeros(shape, np.float32)),
@@ -353,6 +354,7 @@ LANGUAGE = SimpleNamespace(
     log2=_pick(lambda x: np.log2(np.asarray(x, np.float32))),
     max=_reduce(np.max), sum=_reduce(np.sum),
     cumsum=lambda x, axis=0: array(np.cumsum(np.asarray(x), axis=axis)),
+    gather=_pick(lambda x, index, axis: np.take_along_axis(np.asarray(x), np.asarray(index), axis)),
     debug_barrier=lambda: None,
 )  # fmt: skip
 
@@ -396,7 +398,7 @@ class Emulated:
                 for a in args
             ]  # fmt: skip
             for ids in np.ndindex(*grid):
-                _program.ids = (*ids, 0, 0)
+                _program.ids, _program.grid = (*ids, 0, 0), (*grid, 1, 1)
                 self.run(*held)
 
         return launch

@@ -55,7 +55,7 @@ class AttentionPath:
         for name, least in (("block_size", 1), ("decode_threshold", 1), ("chunk", 0), ("workspace_rows", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"path: {name} is {getattr(self, name)}, must be at least {least}")
-        if self.workspace_rows and self.prefill.partition("[")[0] != CHUNKED:
+        if self.workspace_rows and self.prefill != CHUNKED:
             raise ValueError(f"path: workspace_rows={self.workspace_rows}, but prefill is {self.prefill}")
 
     def __str__(self) -> str:

@@ -1,6 +1,7 @@
 """``python -m evals`` and ``mla-verify gate``: parse, call, print."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -88,6 +89,28 @@ def trial(
         result = trials.judge(_checkpoint(checkpoint), parse(path), questions, folder, margin)
     typer.echo(trials.as_json(result) if as_json else "\n".join(trials.report(result)))
     raise typer.Exit(EXIT[result.outcome])
+
+
+@app.command()
+def check(checkpoint: Folder = "mini") -> None:
+    """Show that the gate is alive: right paths pass on the CPU, planted bugs fail.
+
+    Exit code: 0 if every path comes out as it should, 1 if not, 3 if it cannot run.
+    """
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+    from evals import check as checks
+
+    wrong = 0
+    with _refusing("check"), TemporaryDirectory() as out:
+        folder = _checkpoint(checkpoint)
+        for row in (*checks.rows(folder), checks.answers(folder, Path(out))):
+            wrong += row.outcome not in ("", row.expected)
+            typer.echo(
+                f"{row.name:36} expected {row.expected:4}  {row.outcome or 'not run':12}  {row.detail}"
+            )
+    if wrong:
+        typer.echo(f"check: {wrong} paths did not come out as expected", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -12,7 +12,7 @@ import torch
 from evals.model import Model, load
 from evals.parity import Comparison, compare
 from evals.parity import load as load_run
-from evals.path import AttentionPath, attention_of, layer_of
+from evals.path import Attention, AttentionPath, Layer, attention_of
 from evals.statistics import FAIL, INCONCLUSIVE, PASS
 from evals.task import TASK, template_rows
 from evals.templates import NOT_LEARNT
@@ -120,13 +120,16 @@ def texts_of(folder: Path, each: int = 1) -> list[Text]:
 
 
 def measure(
-    model: Model, path: AttentionPath, texts: Sequence[Text], reference: Sequence[torch.Tensor]
+    model: Model,
+    path: AttentionPath,
+    attention: Attention,
+    layer: Layer,
+    texts: Sequence[Text],
+    reference: Sequence[torch.Tensor],
 ) -> tuple[Shadow, Divergence]:
-    """Tiers 1 and 2 of a path; ``reference`` is ``reference_logits`` over the same cache format."""
-    device = model.device.type
-    seen = shadow(model, path, attention_of(path, model.config, device), texts)
-    got = forced_logits(model, layer_of(path, model.config, device), path, texts)
-    return seen, divergence(reference, got)
+    """Tiers 1 and 2 of an implementation. reference: ``reference_logits`` over the same cache format."""
+    seen = shadow(model, path, attention, texts)
+    return seen, divergence(reference, forced_logits(model, layer, path, texts))
 
 
 def lines_of(seen: Shadow, apart: Divergence, allowed: Mapping[str, float]) -> tuple[Line, ...]:
@@ -170,7 +173,8 @@ def calibrate(folder: Path, report: Any = print) -> dict[str, Any]:
             worst = dict.fromkeys(MEASURES, 0.0)
             for variant in VARIANTS:
                 path = replace(variant, cache_format=fmt, dtype=dtype, kv_scale=scale)
-                seen, apart = measure(model, path, texts, reference)
+                attention = attention_of(path, model.config)
+                seen, apart = measure(model, path, attention, layer_around(attention), texts, reference)
                 found = seen._asdict() | apart._asdict()
                 worst = {name: max(worst[name], found[name]) for name in MEASURES}
             noise[f"{dtype}/{fmt}"] = worst
@@ -203,8 +207,9 @@ def judge(folder: Path, path: AttentionPath, questions: int, out: Path, margin: 
     if path.cache_format == "fp8_e4m3" and path.kv_scale == AttentionPath.kv_scale:
         path = replace(path, kv_scale=noise["kv_scale"])
     model, texts = load(folder), texts_of(folder)
-    allowed = limits(noise, path)
-    seen, apart = measure(model, path, texts, reference_logits(model, path, texts))
+    allowed, attention = limits(noise, path), attention_of(path, model.config)
+    reference = reference_logits(model, path, texts)
+    seen, apart = measure(model, path, attention, layer_around(attention), texts, reference)
     lines = lines_of(seen, apart, allowed or dict.fromkeys(MEASURES, float("nan")))
     paired = None
     if questions and allowed and all(line.ok for line in lines):

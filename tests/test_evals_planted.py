@@ -13,8 +13,8 @@ pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 from evals.model import Model, load
 from evals.path import AttentionPath
 from evals.planted import Planted, bugs, right
-from evals.tiers import Text, divergence, forced_logits, reference_logits, shadow
-from evals.trial import CHECKPOINTS, NOISE, Line, limits, lines_of, measured_noise, texts_of
+from evals.tiers import Text, divergence, reference_logits, shadow
+from evals.trial import CHECKPOINTS, NOISE, Line, limits, lines_of, measure, measured_noise, texts_of
 
 MINI = CHECKPOINTS / "mini"
 SCALE = json.loads((MINI / NOISE).read_text())["kv_scale"]
@@ -50,8 +50,7 @@ def _lines(planted: Planted, mini: Model, texts: list[Text], references: dict) -
     key = AttentionPath(cache_format=path.cache_format, kv_scale=path.kv_scale)
     if key not in references:
         references[key] = reference_logits(mini, key, texts)
-    seen = shadow(mini, path, planted.attend(mini), texts)
-    apart = divergence(references[key], forced_logits(mini, planted.layer(mini), path, texts))
+    seen, apart = measure(mini, path, planted.attend(mini), planted.layer(mini), texts, references[key])
     return lines_of(seen, apart, limits(measured_noise(MINI), path))
 
 

@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint .ci/constraints.txt
 
-.PHONY: verify test lint types docs tables clean
+.PHONY: verify test gate lint types docs tables clean
 .DELETE_ON_ERROR:
 
 verify: $(VENV)/.run
@@ -16,6 +16,9 @@ verify: $(VENV)/.run
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+
+gate: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m evals check
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

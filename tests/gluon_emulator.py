@@ -7,6 +7,7 @@ therefore shows in the result. Not modelled: memory order, proxies, layouts, the
 """
 
 import threading
+import time
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 TIMEOUT = 30.0  # seconds without progress are a deadlock
+_aborted = threading.Event()  # one partition failed: the others need not wait for it
 
 
 class Array(np.ndarray):
@@ -171,6 +173,7 @@ class Barrier:
             self.changed.notify_all()
 
     def wait(self, parity):
+        deadline = time.monotonic() + TIMEOUT
         with self.changed:
             while (self.phase & 1) == parity:
                 if self.copies:
@@ -178,8 +181,10 @@ class Barrier:
                         self.bytes -= copy()
                     self.copies.clear()
                     self._check()
-                elif not self.changed.wait(TIMEOUT):
+                elif _aborted.is_set() or time.monotonic() > deadline:
                     raise RuntimeError("deadlock: nobody completes this phase")
+                else:
+                    self.changed.wait(0.1)
 
 
 class Barriers:
@@ -298,7 +303,9 @@ def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs):
             assert not _in_flight.products, "products still in flight at the end"
         except BaseException as error:  # raised again below, in the caller's thread
             errors.append(error)
+            _aborted.set()
 
+    _aborted.clear()
     threads = [threading.Thread(target=run, args=fa, daemon=True) for fa in functions_and_args]
     for thread in threads:
         thread.start()

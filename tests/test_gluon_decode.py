@@ -1,6 +1,9 @@
 """The Hopper decode kernel without a GPU: its source under the emulator, judged like any backend."""
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from gluon_emulator import Emulated
@@ -10,24 +13,24 @@ from mla_ref.backend import available
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.layout import CacheLayout
-from oracles.verdict import PASS
+from oracles.verdict import ERROR, FAIL, PASS
 from oracles.verify import judge
 
 NUM_SMS = 6
 
 CASES = {
     "two_parts": ((1, 1), (130, 129), 16, 64, {}),
-    "ragged": ((1, 2, 0, 3), (700, 63, 64, 130), 20, 64, {}),
-    "two_lanes": ((1, 1), (257, 128), 128, 64, {}),
-    "lanes_and_groups": ((5, 1), (190, 500), 72, 64, {}),
+    "ragged": ((1, 2, 0, 3), (300, 63, 64, 130), 20, 64, {}),
+    "two_lanes": ((1, 1), (130, 128), 128, 64, {}),
+    "lanes_and_groups": ((3, 1), (190, 129), 72, 64, {}),
     "empty": ((1, 1, 1), (0, 1, 0), 16, 64, {}),
     "more_queries_than_keys": ((3, 2), (2, 0), 24, 64, {}),
     "pages_of_16": ((1, 2), (333, 70), 32, 16, {}),
     "pages_of_32": ((2, 1), (65, 290), 16, 32, {}),
-    "pages_of_128": ((1, 2), (257, 129), 16, 128, {}),
+    "pages_of_128": ((1, 2), (200, 129), 16, 128, {}),
     "padded": ((1, 1), (200, 70), 16, 64, {"entry_align": 256, "block_gap": 4096 + 16, "offset": 32}),
     "negative": ((1, 1), (300, 64), 16, 64, {"regime": "negative"}),
-    "peaky": ((1, 2), (640, 200), 16, 64, {"regime": "peaky"}),
+    "peaky": ((1, 2), (450, 200), 16, 64, {"regime": "peaky"}),
     "half": ((1, 1), (150, 300), 16, 64, {"dtype": "float16", "cache_format": "fp16"}),
 }
 
@@ -49,10 +52,30 @@ def case(name: str, seed: int) -> Case:
     )  # fmt: skip
 
 
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+# Edits of the kernel's source, and the case whose verdict must notice.
+PLANTED = {
+    "weights_read_before_they_are_written": (
+        "mbarrier.wait(bar_p0, phase)", "mbarrier.wait(bar_p0, phase, pred=False)", "two_parts",
+    ),
+    "keys_read_before_they_land": (
+        "mbarrier.wait(bar_r.index(0), phase)", "mbarrier.wait(bar_r.index(0), phase, pred=False)",
+        "two_parts",
+    ),
+    "buffer_filled_while_in_use": (
+        "mbarrier.wait(bar_l_free.index(1), free)", "mbarrier.wait(bar_l_free.index(1), free, pred=False)",
+        "peaky",
+    ),
+    "denominator_in_the_old_frame": ("b_l = b_l * b_beta", "b_l = b_l * 1.0", "peaky"),
+    "accumulator_in_the_old_frame": ("b_o = _rescaled(b_o, b_beta)", "b_o = b_o * 1.0", "peaky"),
+    "dead_values_multiplied": ("if num_live < BLOCK:", "if num_live < 0:", "ragged"),
+    "mask_one_key_late": ("< b_limit[:, None]", "<= b_limit[:, None]", "ragged"),
+    "wrong_page": ("table + o_token // PAGE", "table + o_token // (2 * PAGE)", "pages_of_16"),
+}  # fmt: skip
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, kernel_module: ModuleType) -> None:
     asm = {"_opaque": lambda x: x, "_rescaled": lambda b_o, b_alpha: b_o * b_alpha[:, None]}
-    kernel = Emulated(_gluon_decode_kernel, "mla_decode_kernel", asm)
+    kernel = Emulated(kernel_module, "mla_decode_kernel", asm)
     monkeypatch.setattr(_gluon_decode_kernel, "mla_decode_kernel", kernel)
     for name in ("schedule_kernel", "fixed_schedule_kernel", "merge_kernel"):
         monkeypatch.setattr(_split_schedule, name, Emulated(_split_schedule, name))
@@ -60,10 +83,42 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon_decode, "CHUNK_PAIRS", 2)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_judged(name: str, seed: int, emulated: None) -> None:
-    backend = replace(gluon_decode.BACKEND, requires=available)
-    verdicts = judge(backend, case(name, seed))
-    assert verdicts
+# Judged by every oracle only.
+LONG = {"lanes_and_groups", "negative"}
+
+BACKEND = replace(gluon_decode.BACKEND, requires=available)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LONG])
+def test_values(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, _gluon_decode_kernel)
+    verdicts = judge(BACKEND, case(name, seed), oracles=("value", "lse"))
+    assert {verdict.variant for verdict in verdicts} == {"default", "batch_invariant"}
     for verdict in verdicts:
         assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_oracle(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, _gluon_decode_kernel)
+    for verdict in judge(BACKEND, case(name, seed)):
+        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(bug: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    good, bad, name = PLANTED[bug]
+    source = Path(_gluon_decode_kernel.__file__).read_text(encoding="utf-8")
+    assert good in source, "the kernel no longer has the line in which the bug is planted"
+    path = tmp_path / "planted_kernel.py"
+    path.write_text(source.replace(good, bad), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    emulate(monkeypatch, planted)
+    backend = replace(BACKEND, variants={})
+    statuses = {verdict.status for verdict in judge(backend, case(name, seed), oracles=("value", "lse"))}
+    assert statuses & {FAIL, ERROR}

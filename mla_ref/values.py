@@ -65,6 +65,7 @@ def _scaled_queries(factor: float) -> Callable[[int, Raw], Raw]:
     def regime(seed: int, raw: Raw) -> Raw:
         return raw._replace(q_nope=raw.q_nope * factor, q_pe=raw.q_pe * factor)
 
+    regime.__doc__ = f"Queries, and so scores, {factor:g} times larger."
     return regime
 
 

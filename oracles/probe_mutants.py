@@ -55,9 +55,13 @@ def attention_mutants(case: Case, per_tensor: Case) -> dict[str, tuple[Case, Run
         "context_skipped": (case, departing(mask=_new_tokens_only)),
         "new_tokens_ignored": (case, departing(mask=_context_only)),
         "rope_lanes_in_values": (case, _with_rope_lanes),
-        "value_scale_dropped": (per_tensor, departing(value=lambda x, _: x / per_tensor.kv_scale)),
+        "value_scale_dropped": (per_tensor, _values_without_scale),
         "scale_built_in": (case, given(softmax_scale=lambda _: CONFIG.softmax_scale)),
     }
+
+
+def _values_without_scale(inputs: Any) -> AttentionOutput:
+    return attend(inputs, {"value": lambda kv_c, _: kv_c / inputs.kv_scale})
 
 
 def _rising(inputs: Any) -> torch.Tensor:
@@ -192,7 +196,7 @@ def merge_mutants() -> dict[str, tuple[Case, Run]]:
     def first_two(inputs: Any) -> AttentionOutput:
         """Only neighbours are told apart: a third state is taken for as heavy as the second."""
         lses = inputs.lses.clone()
-        lses[2:] = lses[1:-1]
+        lses[2:] = lses[1:-1].clone()
         return merge_states(inputs.outs.nan_to_num(nan=0.0), lses)
 
     return {
@@ -230,16 +234,16 @@ def cache_mutants() -> dict[str, tuple[Case, Run]]:
     """The edits of ``cache_write`` and ``cache_gather``."""
 
     def wrapped_write(inputs: Any) -> CacheWriteOutput:
-        cache_write(*inputs._replace(kv_cache=_wrapped(inputs.kv_cache)))
-        return CacheWriteOutput(inputs.kv_cache)
-
-    def negative_zero_lost(inputs: Any) -> CacheWriteOutput:
-        return cache_write(*inputs._replace(kv_c=inputs.kv_c + 0.0))
+        if _wrapped(inputs.kv_cache) is inputs.kv_cache:
+            return cache_write(*inputs)
+        slot = inputs.slot_mapping
+        wrapped = torch.where(slot >= 0, slot % inputs.kv_cache.shape[1], slot)
+        output: CacheWriteOutput = _unchecked(cache_write)(*inputs._replace(slot_mapping=wrapped))
+        return output
 
     return {
         "write_in_32_bits": (WRITE, wrapped_write),
         "write_scale_in_bf16": (WRITE_PER_TENSOR, changed(cache_write, kv_scale=_coarse)),
-        "write_loses_negative_zero": (WRITE, negative_zero_lost),
         "gather_in_32_bits": (READ, changed(cache_gather, kv_cache=lambda x: _wrapped(x.kv_cache))),
     }
 

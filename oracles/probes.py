@@ -23,7 +23,7 @@ from mla_ref.pages import block_table, scatter, slots
 from mla_ref.problem import problem
 from mla_ref.problems.paged_attention import pages
 from mla_ref.values import integers
-from oracles.bounds import ADMISSIBLE, Admissible, spacing
+from oracles.bounds import ADMISSIBLE, Admissible, spacing, type_named
 from oracles.compare import identical, within, worst_of
 from oracles.oracle import Trial, private_copy
 from oracles.verdict import Finding
@@ -165,18 +165,18 @@ def batch(inputs: Any, parts: Sequence[Part]) -> Any:
     for i, part in enumerate(parts):
         taken[i, : table.shape[1] - part.first] = table[part.request, part.first :]
     q_lens = [part.stop - part.start for part in parts]
-    queries = {
-        name: getattr(inputs, name)[rows]
-        for name in ("ql_nope", "q_nope", "q_pe", "query")
-        if hasattr(inputs, name)
-    }
     return inputs._replace(
-        **queries,
+        **{name: getattr(inputs, name)[rows] for name in queries(inputs)},
         block_table=taken,
         cu_seqlens_q=torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32).to(device),
         cache_seqlens=torch.tensor([part.kv_len for part in parts], dtype=torch.int32, device=device),
         max_seqlen_q=max(q_lens, default=0),
     )
+
+
+def queries(inputs: Any) -> tuple[str, ...]:
+    """The fields that hold queries, the part that no value shares last."""
+    return tuple(name for name in ("ql_nope", "q_nope", "q_pe", "query") if hasattr(inputs, name))
 
 
 def pools(inputs: Any) -> tuple[str, ...]:
@@ -401,18 +401,42 @@ def same(trial: Trial, again: Any, what: str, *, exact: bool, rows: torch.Tensor
     exact: bit for bit where the backend repeats itself; else, as for every other, within both radii.
     what: what was different about the second run.
     """
-    first, checked = trial.run(trial.inputs), 0
+    first, expected, inputs = trial.run(trial.inputs), trial.expected(), trial.inputs
+    if rows is not None:
+        first, inputs = only(first, rows), None
+        expected = {name: picked(x, rows) for name, x in expected.items()}
+    return alike(trial, again, first, expected, what, exact=exact, inputs=inputs)
+
+
+def only(output: Any, rows: torch.Tensor) -> Any:
+    """Some rows of an output."""
+    return type(output)(*(x[rows] for x in output))
+
+
+def alike(
+    trial: Trial,
+    got: Any,
+    want: Any,
+    expected: Mapping[str, Admissible],
+    what: str,
+    *,
+    exact: bool,
+    inputs: Any = None,
+) -> Finding:
+    """Two outputs of which each may be what is expected are the same, as ``same`` says it."""
+    findings = []
     for name, letters in trial.problem.output_shapes.items():
-        got, want, expected = getattr(again, name), getattr(first, name), trial.expected()[name]
-        if rows is not None:
-            want = want[rows]
-            expected = picked(expected, rows)
-        finding = identical(name, got, want, letters, None if rows is not None else trial.inputs)
+        pair = getattr(got, name), getattr(want, name)
+        finding = identical(name, *pair, letters, inputs)
         if not finding.ok and not (exact and repeats(trial)):
-            finding = agree(
-                name, got, want, expected, expected, letters, None if rows is not None else trial.inputs
-            )
-        if not finding.ok:
-            return replace(finding, detail=f"{what}: {finding.detail}")
-        checked += finding.num_checked
-    return Finding(ok=True, num_checked=checked)
+            finding = agree(name, *pair, expected[name], expected[name], letters, inputs)
+        findings.append(replace(finding, detail=f"{what}: {finding.detail}" if finding.detail else ""))
+    return worst_of(findings)
+
+
+def wide(trial: Trial) -> bool:
+    """Whether powers of two pass through every type of the path: float16 alone is too narrow."""
+    numerics, query = trial.backend.numerics, getattr(torch, trial.case.dtype)
+    names = (numerics.kv, numerics.operand, numerics.p, numerics.partial)
+    types = [type_named(name, query) for name in names]
+    return torch.float16 not in (query, *types)

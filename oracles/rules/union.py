@@ -4,8 +4,8 @@ Claim: attention over all keys is the merge of attention over two parts of them,
 Why: it is how chunked prefill, split keys and context parallelism put their parts together, so out and lse
     have to fit each other, in natural units, for every part, one without keys included.
 Exact or bounded: within the radius of the whole and what the parts' radii do to a merge in float64.
-Kills: log-sum-exps in the wrong base or without their maximum, keys lost at the edges of splits, a denominator of
-    low precision.
+Kills: log-sum-exps in the wrong base or without their maximum, keys lost at the edges of splits, a
+    denominator of low precision.
 """
 
 from typing import Any

@@ -1,0 +1,54 @@
+"""Once more.
+
+Claim: further runs on the same bytes give what the first one gave.
+Why: counters that are not reset, workspaces that are added to, and races show at the second call, or at one
+    of many.
+Exact or bounded: bit for bit; a backend that sums in no fixed order stays within both radii, and its detail
+    says that it does not repeat itself.
+Kills: semaphores and workspaces that keep what an earlier call left.
+"""
+
+from dataclasses import replace
+
+from oracles.compare import identical, worst_of
+from oracles.oracle import Oracle, Trial, private_copy
+from oracles.probes import agree
+from oracles.verdict import Finding
+
+RUNS = 3
+
+
+def check(trial: Trial) -> Finding:
+    """Run on copies, and compare each with the first."""
+    first, findings, exact = trial.run(trial.inputs), [], True
+    judged = {name: trial.problem.output_shapes[name] for name in trial.expected()}
+    for number in range(RUNS):
+        again = trial.run(private_copy(trial.inputs))
+        for name, letters in judged.items():
+            pair, expected = (getattr(again, name), getattr(first, name)), trial.expected()[name]
+            finding = identical(name, *pair, letters, trial.inputs)
+            if not finding.ok:
+                exact = False
+                finding = agree(name, *pair, expected, expected, letters, trial.inputs)
+            if not finding.ok:
+                finding = replace(finding, detail=f"run {number + 2}: {finding.detail}")
+            findings.append(finding)
+    if not findings:
+        return Finding(ok=True)
+    worst = worst_of(findings)
+    return replace(worst, detail="runs differ, within the bounds") if worst.ok and not exact else worst
+
+
+ORACLE = Oracle(
+    name="repeat",
+    check=check,
+    problems=(
+        "latent_attention",
+        "attention",
+        "paged_attention",
+        "merge_states",
+        "cache_gather",
+        "rope",
+    ),
+    kills=("semaphore_not_reset",),
+)

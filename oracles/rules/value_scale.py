@@ -1,0 +1,86 @@
+"""Outputs are linear in the values.
+
+Claim: with scores that do not depend on the latent part, values four times as large give an output four
+    times as large, and the same lse.
+Why: out is a weighted sum of values. Formats with scales are scaled by them, so a scale that is not
+    read, read twice, or read for a tile's neighbour shows without any knowledge of its value.
+Exact or bounded: bit for bit; claimed where the backend repeats itself and rounds to no float16, whose
+    smallest numbers are near.
+Kills: scales ignored, squared or not applied to the values, values that are read from somewhere else.
+"""
+
+from typing import Any
+
+import torch
+
+from mla_ref.case import Case
+from oracles.compare import identical, worst_of
+from oracles.oracle import Oracle, Trial
+from oracles.probes import (
+    ATTENTION,
+    asked,
+    made,
+    materialized,
+    nothing,
+    queries,
+    repeats,
+    restored,
+    stored,
+    wide,
+)
+from oracles.verdict import Finding
+
+
+def check(trial: Trial) -> Finding:
+    """Run with the values as they are, and times 4."""
+    if not wide(trial):
+        return nothing("float16 rounds small numbers at an absolute distance")
+    once, larger = (trial.run(made(make, trial.case, trial.device)) for make in (by_rope_alone, scaled))
+    shapes = trial.problem.output_shapes
+    finding = worst_of(
+        [
+            identical("out", larger.out, once.out * 4.0, shapes["out"], trial.inputs),
+            identical("lse", larger.lse, once.lse, shapes["lse"], trial.inputs),
+        ]
+    )
+    return finding if finding.ok or repeats(trial) else nothing("the backend does not repeat itself")
+
+
+def by_rope_alone(case: Case, device: str) -> Any:
+    """The case's inputs, the latent part of its queries 0."""
+    inputs = materialized(case, device)
+    return asked(inputs, getattr(inputs, queries(inputs)[-1]))
+
+
+def scaled(case: Case, device: str) -> Any:
+    """The same with values times 4."""
+    inputs = by_rope_alone(case, device)
+    if hasattr(inputs, "value_cache"):
+        if inputs.value_cache.dtype == torch.float8_e4m3fn:
+            return inputs._replace(v_scale=inputs.v_scale * 4.0)
+        return restored(inputs, {"value_cache": stored(inputs)["value_cache"] * 4.0})
+    if inputs.cache_format.per_tensor_scale:
+        # The rope part is under the same scale, so the scores are made small again.
+        return inputs._replace(kv_scale=inputs.kv_scale * 4.0, softmax_scale=inputs.softmax_scale / 4.0)
+    c, entries = case.config.kv_lora_rank, stored(inputs)["kv_cache"].clone()
+    if entries.dtype == torch.uint8:
+        scales = entries[:, c : c + c // 32].contiguous().view(torch.float32) * 4.0
+        entries[:, c : c + c // 32] = scales.view(torch.uint8)
+    else:
+        entries[:, :c] *= 4.0
+    return restored(inputs, {"kv_cache": entries})
+
+
+ORACLE = Oracle(
+    name="value_scale",
+    check=check,
+    problems=ATTENTION,
+    kills=(
+        "fp8_scale_ignored",
+        "fp8_scale_twice",
+        "value_scale_dropped",
+        "rope_lanes_in_values",
+        "paged_value_scale_of_keys",
+        "paged_scales_ignored",
+    ),
+)

@@ -130,8 +130,9 @@ class MLAVerifyLM(TemplateLM):
             for context, doc_id, ids in zip(contexts, doc_ids, written, strict=True):
                 text = postprocess_generated_text(self.tokenizer.decode(ids), until, None)
                 texts.append(text)
-                self.cache_hook.add_partial("generate_until", (context, settings[0]), text)
                 self._keep(doc_id, ids)
+                # What is cached here is not asked again.
+                self.cache_hook.add_partial("generate_until", (context, settings[0]), text)
         answers: list[str] = collator.get_original(texts)
         return answers
 

@@ -56,7 +56,9 @@ def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = 
     Raises: ValueError if there is none, or its attention is more than MLA.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it would draw over the report
     config = MLAConfig.from_hf(folder)
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: holds no *.safetensors")

@@ -70,7 +70,12 @@ def _fewest_significant(n: int) -> Counts:
 
 
 def paired_detectable_loss(n: int, churn: float) -> float:
-    """The smallest true loss that the exact paired test shows with 80 % power at one-sided 5 %."""
+    """The smallest true loss that the exact paired test shows with 80 % power at one-sided 5 %.
+
+    1 where it shows none: four questions, all lost, are no evidence yet.
+    """
+    if mcnemar_power(n, churn, 1.0 - churn) < POWER:
+        return 1.0
     return float(
         optimize.brentq(
             lambda loss: mcnemar_power(n, churn, loss) - POWER, 0.0, 1.0 - churn, xtol=1.0 / (100 * n)

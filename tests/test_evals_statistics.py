@@ -89,6 +89,11 @@ def test_detectable_loss_at_the_usual_sizes():
     assert got == [[6.6, 8.3, 12.1], [1.3, 2.4, 4.4], [0.5, 1.3, 2.5]]
 
 
+def test_so_few_questions_show_no_loss():
+    assert [paired_detectable_loss(n, 0.0) for n in (1, 4)] == [1.0, 1.0]
+    assert 0.5 < paired_detectable_loss(6, 0.0) < 1.0
+
+
 def _log_likelihood(p_won, lost, won, n, loss):
     p_lost = p_won + loss
     rest = 1.0 - p_lost - p_won

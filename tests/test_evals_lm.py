@@ -1,0 +1,145 @@
+import base64
+import hashlib
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="runs through lm_eval")
+pytest.importorskip("transformers", reason="models are loaded by transformers")
+pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
+
+from typer.testing import CliRunner
+
+from evals import gsm8k
+from evals.cli import app
+from evals.lm import TOKENS, MLAVerifyLM, evaluate
+from evals.parity import compare, load
+from evals.path import AttentionPath
+from evals.task import TASK, stock_file, stock_task, template_rows
+from evals.templates import HELD_OUT, NOT_LEARNT, TRAIN, split_of
+from evals.trial import CHECKPOINTS
+
+MINI = CHECKPOINTS / "mini"
+SERVED = AttentionPath(decode="mla_ref.absorbed", prefill="mla_ref.chunked", chunk=128, workspace_rows=64)
+REASON = gsm8k.why_not()
+
+
+def test_the_task_is_the_stock_one():
+    """The yaml is byte for byte what its wheel recorded, and only the source of its rows is replaced."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    name = "lm_eval/tasks/gsm8k/gsm8k.yaml"
+    [recorded] = [file for file in importlib.metadata.files("lm_eval") if str(file) == name]
+    digest = hashlib.sha256(stock_file().read_bytes()).digest()
+    assert base64.urlsafe_b64encode(digest).decode().rstrip("=") == recorded.hash.value
+    ours, stock = stock_task(template_rows(4)), load_yaml(stock_file())
+    assert set(stock) - set(ours) == {"dataset_path", "dataset_name"}
+    assert set(ours) - set(stock) == {"custom_dataset"}
+    assert all(ours[key] == stock[key] for key in set(ours) & set(stock))
+    assert (stock["task"], stock["metadata"]["version"], stock["num_fewshot"]) == (TASK, 3.0, 5)
+
+
+def test_questions_are_held_out_and_shots_are_not():
+    data = template_rows(10)
+    assert len(data["test"]) == 10
+    assert {split_of(row.question) for row in data["test"]} == {HELD_OUT}
+    assert {split_of(row.question) for row in data["train"]} == {TRAIN}
+    assert not any("stores" in row.question for row in data["test"]), NOT_LEARNT
+    assert template_rows(6)["test"] == template_rows(8)["test"][:6]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_runs_are_paired_resumed_and_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data, settings = template_rows(4), {"batch_size": 2, "max_gen_toks": 64}
+    table = evaluate(MINI, AttentionPath(), data, tmp_path / "a", **settings)
+    assert "|gsm8k|      3|flexible-extract|     5|exact_match|" in table
+
+    keep, batches = MLAVerifyLM._keep, []
+
+    def stop_in_the_second_batch(self, doc_id, ids):
+        batches.append(doc_id)
+        if len(batches) > 2:
+            raise Interrupted
+        keep(self, doc_id, ids)
+
+    monkeypatch.setattr(MLAVerifyLM, "_keep", stop_in_the_second_batch)
+    with pytest.raises(Interrupted):
+        evaluate(MINI, SERVED, data, tmp_path / "b", **settings)
+    monkeypatch.setattr(MLAVerifyLM, "_keep", keep)
+    evaluate(MINI, SERVED, data, tmp_path / "b", **settings)
+    tokens = [json.loads(line) for line in (tmp_path / "b" / TOKENS).read_text().splitlines()]
+    assert sorted(line["doc_id"] for line in tokens) == [0, 1, 2, 3], "no question twice, none missing"
+
+    one = compare(load(tmp_path / "a", TASK), load(tmp_path / "b", TASK), "strict-match", 0.05)
+    assert (one.pair.both, one.text_equal) == (4, 1.0)
+    with pytest.raises(ValueError, match="holds a run with other settings; choose another folder"):
+        evaluate(MINI, AttentionPath(), data, tmp_path / "b", **settings)
+
+
+def test_continuations_are_scored_as_they_are_written():
+    lm = MLAVerifyLM(str(MINI), batch_size=2)
+    row = template_rows(1)["test"][0]
+    prompt = lm.tok_encode(f"Question: {row.question}\nAnswer:")
+    ids = lm.tok_encode(f" {row.answer}\n\n")
+    wrong = [*ids[:3], ids[3] + 1]
+    [(chance, greedy), (worse, not_greedy)] = lm._loglikelihood_tokens(
+        [(("", ""), prompt, ids[:4]), (("", ""), prompt, wrong)]
+    )
+    assert greedy
+    assert not not_greedy
+    assert worse < chance <= 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunks": 3}, "mla-verify: chunks is unknown; a path has block_size, "),
+        ({"decode": "mla_ref.rope"}, "path: mla_ref.rope solves rope"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        MLAVerifyLM(str(MINI), **settings)
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_gsm8ks_own_questions_run_offline(tmp_path: Path):
+    out = tmp_path / "real"
+    result = CliRunner().invoke(
+        app,
+        ["evaluate", "mini", "--out", str(out), "--limit", "1", "--data", str(gsm8k.folder())],
+    )
+    assert result.exit_code == 0, result.output
+    [answer] = load(out, TASK).answers["strict-match"].values()
+    assert answer.target == gsm8k.rows("test")[0].answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "nobody", "--out", "x"], "checkpoint 'nobody': neither one of evals/checkpoints"),
+        (["evaluate", "mini", "--out", "x", "--data", "nowhere"], r"nowhere/train.jsonl is missing"),
+        (["trial", "mini", "--path", "decode=mla_ref.nothing"], "cannot import 'mla_ref.nothing'"),
+        (["trial", "mini", "--path", "chunk=x"], "path: chunk is 'x', must be int"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments: list[str], message: str):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 3
+    assert message in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_trial_decides_and_exits(tmp_path: Path):
+    good = ["trial", "mini", "--questions", "0", "--path"]
+    result = CliRunner().invoke(app, [*good, "decode=mla_ref.absorbed block_size=32"])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == "PASS: T1 and T2 are within noise; T3 was left out"
+    unmeasured = CliRunner().invoke(app, [*good, "dtype=float16 cache_format=fp16"])
+    assert unmeasured.exit_code == 2
+    assert "INCONCLUSIVE: no noise was measured for float16 over a fp16 cache" in unmeasured.output

@@ -28,10 +28,11 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 docs: $(VENV)/.dev
-	$(BIN)/mkdocs build --strict --quiet --config-file .ci/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file .ci/mkdocs.yml
 
 tables: $(VENV)/.dev
 	$(BIN)/python -m oracles.tables
+	$(BIN)/python tests/docs_blocks.py
 
 clean:
 	rm -rf $(VENV) site

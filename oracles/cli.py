@@ -25,7 +25,7 @@ from mla_ref.presets import PRESETS
 from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
-from oracles import plan_cli
+from oracles import gate_cli, plan_cli
 from oracles.console import GROUPINGS, describe, distinct, label, one_line, python_code, reasons, summary
 from oracles.junit import to_junit
 from oracles.matrix import Job, job_of, jobs_of
@@ -45,6 +45,7 @@ app = typer.Typer(
     help="Hold implementations of multi-head latent attention to the truth.",
 )
 app.command(context_settings=plan_cli.CONTEXT)(plan_cli.plan)
+app.command(context_settings=gate_cli.CONTEXT)(gate_cli.gate)
 
 Names = list[str] | None
 Device = Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")]
@@ -96,11 +97,13 @@ def list_command(
         raise UsageError(f"table {what!r} is not one of {', '.join(TABLES)}")
     console = _console()
     for name in [what] if what else LISTED:
+        if not what:
+            _print(console, "")
         header, rows = TABLES[name]()
         table = Table(*header, box=None, header_style="bold", pad_edge=False)
         for row in rows:
             table.add_row(*row)
-        console.print(table, "", sep="\n")
+        console.print(table)
         if name == "backends":
             for backend in backends().values():
                 if reason := backend.requires(torch.device(device).type):
@@ -248,7 +251,8 @@ def _judged(jobs: Sequence[Job], workers: int, lines: TextIO | None) -> list[Ver
     """Every verdict, in order; each is written as soon as it is its turn."""
     columns = (TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     verdicts: list[Verdict] = []
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("cases", total=len(jobs))
         for group in judge_all(jobs, workers, lambda: progress.advance(task)):
             verdicts += group

@@ -85,13 +85,18 @@ def one_line(verdict: Verdict) -> str:
 
 
 def distinct(verdicts: Iterable[Verdict]) -> list[tuple[Verdict, int]]:
-    """The first of each kind of failure, and how many there are: one kind a claim, or an error's message."""
+    """The smallest case of each kind of failure, and how many there are: a kind a claim, or an error."""
     kinds: dict[tuple[str, ...], list[Verdict]] = {}
     for v in verdicts:
         if v.status in BROKEN:
             kind = v.oracle if v.status == FAIL else v.detail
             kinds.setdefault((v.backend, v.variant, v.status, kind), []).append(v)
-    return [(found[0], len(found)) for found in kinds.values()]
+    return [(min(found, key=_size), len(found)) for found in kinds.values()]
+
+
+def _size(verdict: Verdict) -> tuple[int, ...]:
+    case = verdict.case
+    return sum(case.kv_lens) * case.config.num_heads, sum(case.q_lens), len(case.q_lens)
 
 
 def describe(verdict: Verdict) -> list[str]:

@@ -137,17 +137,15 @@ def _run_on_a_copy(written: dict[str, str], pairs: list[tuple[str, str]]) -> lis
 
 
 def agree(step: Step, got: str) -> bool:
-    """Whether a step printed what the page shows. A line "…" stands for any lines.
+    """Whether a step printed what the page shows. "…" stands for anything, alone on a line for any lines.
 
     Where the judge prints figures that depend on the processor (ratios, seconds), decimals are not compared.
     """
     if step.shown is None:
         return got == ""
     loose = step.kind == "console" and step.source.split()[1] in ("run", "replay")
-    pattern = "(?s:.*?)".join(
-        re.escape(_plain(part, loose)) for part in re.split(r"^…\n", step.shown, flags=re.M)
-    )
-    return re.fullmatch(pattern, _plain(got, loose)) is not None
+    parts = re.split(r"^…\n|…", _plain(step.shown, loose), flags=re.MULTILINE)
+    return re.fullmatch("(?s:.*?)".join(map(re.escape, parts)), _plain(got, loose)) is not None
 
 
 def _plain(text: str, loose: bool) -> str:
@@ -156,13 +154,18 @@ def _plain(text: str, loose: bool) -> str:
 
 
 def refreshed(text: str) -> str:
-    """The page with real output below every step that shows some."""
-    todo = [step for step in steps(text) if step.shown is None or "…" not in step.shown]
+    """The page with real output below every step that shows some, unless lines of it are left out by hand."""
+    todo = [step for step in steps(text) if "\n…\n" not in f"\n{step.shown}"]
     outputs = run_page(text, todo)
     for step, got in reversed(list(zip(todo, outputs, strict=True))):
         if step.shown is not None and not agree(step, got):
-            text = text[: step.start] + got + text[step.stop :]
+            text = text[: step.start] + _shortened(got) + text[step.stop :]
     return text
+
+
+def _shortened(got: str) -> str:
+    """Lines that end in a case's JSON end where it begins."""
+    return re.sub(r"^(.{100}).{20,}$", r"\1…", got, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

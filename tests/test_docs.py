@@ -74,6 +74,8 @@ def test_the_comparison_can_fail():
     assert not agree(step, "held 4\nin 1.5 s\n")
     assert not agree(step._replace(source="mla-verify list"), "held 3\nin 2.5 s\n")
     assert agree(step._replace(shown="held 3\n…\n"), "held 3\nwhatever\nelse\n")
+    assert agree(step._replace(shown="held …\nin 1.5 s\n"), "held 3\nin 2.5 s\n")
+    assert not agree(step._replace(shown="held …\nin 1.5 s\n"), "lost 3\nin 2.5 s\n")
     assert not agree(step._replace(shown=None), "unexpected\n")
 
 

@@ -1,0 +1,32 @@
+import importlib
+
+import pytest
+
+pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
+
+from test_evals_parity import BASE, _flipped, _write
+
+from oracles.cli import main
+
+
+@pytest.mark.parametrize(("lost", "won", "code"), [(0, 0, 0), (40, 2, 1), (15, 10, 2)])
+def test_gate_is_a_command_with_its_own_exit_codes(tmp_path, capsys, lost: int, won: int, code: int):
+    runs = _write(tmp_path / "a", BASE), _write(tmp_path / "b", _flipped(lost, won))
+    assert main(["gate", "--baseline", str(runs[0]), "--candidate", str(runs[1])]) == code
+    assert "strict-match" in capsys.readouterr().out
+
+
+def test_what_gate_cannot_read_is_one_line(tmp_path, capsys):
+    assert main(["gate", "--baseline", str(tmp_path), "--candidate", str(tmp_path)]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["gate", "--baseline", str(tmp_path)]) == 2
+    assert "--candidate" in capsys.readouterr().err
+
+
+def test_gate_without_evals_says_what_to_install(monkeypatch, capsys):
+    def gone(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", gone)
+    assert main(["gate"]) == 2
+    assert "pip install 'mla-verify[evals]'" in capsys.readouterr().err

@@ -211,27 +211,28 @@ def restored(inputs: Any, entries: Mapping[str, torch.Tensor]) -> Any:
     return other
 
 
+def fresh_pages(inputs: Any, case: Case, num_blocks: int) -> dict[str, torch.Tensor]:
+    """Pages in the case's blocks and layout, for entries like those of the inputs, every byte poison."""
+    if case.problem == "paged_attention":
+        return dict(zip(pools(inputs), pages(case, num_blocks, inputs.key_cache.device), strict=True))
+    cache = inputs.kv_cache
+    fresh = allocate(
+        case.layout,
+        num_blocks=num_blocks,
+        block_size=case.block_size,
+        entry_width=cache.shape[2],
+        dtype=cache.dtype,
+        device=cache.device,
+    )
+    return {"kv_cache": fresh}
+
+
 def cached_anew(inputs: Any, case: Case, entries: Mapping[str, torch.Tensor]) -> Any:
     """The inputs over fresh pages, in the case's lengths, blocks and layout, that hold these entries."""
     device = inputs.block_table.device
     table, num_blocks = block_table(case.kv_lens, case.block_size, case.layout, case.seed)
-    fresh: tuple[torch.Tensor, ...]
-    if case.problem == "paged_attention":
-        fresh = pages(case, num_blocks, device)
-    else:
-        cache = inputs.kv_cache
-        fresh = (
-            allocate(
-                case.layout,
-                num_blocks=num_blocks,
-                block_size=case.block_size,
-                entry_width=cache.shape[2],
-                dtype=cache.dtype,
-                device=device,
-            ),
-        )
     other = inputs._replace(
-        **dict(zip(pools(inputs), fresh, strict=True)),
+        **fresh_pages(inputs, case, num_blocks),
         block_table=table.to(device),
         cache_seqlens=torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
     )
@@ -437,6 +438,6 @@ def alike(
 def wide(trial: Trial) -> bool:
     """Whether powers of two pass through every type of the path: float16 alone is too narrow."""
     numerics, query = trial.backend.numerics, getattr(torch, trial.case.dtype)
-    names = (numerics.kv, numerics.operand, numerics.p, numerics.partial)
-    types = [type_named(name, query) for name in names]
+    names = (numerics.kv, numerics.operand, numerics.p, numerics.partial, numerics.accumulate)
+    types = [type_named(name, query) for name in names if name != "compute"]
     return torch.float16 not in (query, *types)

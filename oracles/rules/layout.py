@@ -14,15 +14,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from mla_ref.case import Case
-from mla_ref.layout import CacheLayout, allocate
+from mla_ref.layout import CacheLayout
 from mla_ref.layout_algebra import KV_ORDERS
-from mla_ref.problems.paged_attention import pages
 from oracles.compare import identical, within
 from oracles.oracle import Oracle, Trial
-from oracles.rules.poison import repeats
+from oracles.probes import fresh_pages, pools, repeats
 from oracles.verdict import Finding
 
 # Multiples of what any copy engine asks for, and no strides that a packed cache could have.
@@ -43,7 +40,7 @@ def check(trial: Trial) -> Finding:
         for name, letters in shapes.items():
             got, want = getattr(again, name), getattr(output, name)
             finding = identical(name, got, want, letters, trial.inputs)
-            if not finding.ok and name in trial.expected() and not repeats(trial, trial.expected()):
+            if not finding.ok and name in trial.expected() and not repeats(trial):
                 finding = within(name, got, trial.expected()[name], letters, trial.inputs)
             if not finding.ok:
                 return replace(finding, detail=f"with the cache as {described(case)}, {finding.detail}")
@@ -72,26 +69,10 @@ def described(case: Case) -> str:
 
 def moved(inputs: Any, case: Case) -> Any:
     """The inputs with their cache, dead entries included, in the case's layout."""
-    fields: tuple[str, ...] = ("key_cache", "value_cache")
-    fresh: tuple[torch.Tensor, ...]
-    if case.problem == "paged_attention":
-        fresh = pages(case, inputs.key_cache.shape[0], inputs.key_cache.device)
-    else:
-        fields, cache = ("kv_cache",), inputs.kv_cache
-        num_blocks, block_size, width = cache.shape
-        fresh = (
-            allocate(
-                case.layout,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                entry_width=width,
-                dtype=cache.dtype,
-                device=cache.device,
-            ),
-        )
-    for name, cache in zip(fields, fresh, strict=True):
+    fresh = fresh_pages(inputs, case, getattr(inputs, pools(inputs)[0]).shape[0])
+    for name, cache in fresh.items():
         cache.copy_(getattr(inputs, name))
-    return inputs._replace(**dict(zip(fields, fresh, strict=True)))
+    return inputs._replace(**fresh)
 
 
 ORACLE = Oracle(

@@ -7,7 +7,6 @@ Exact or bounded: exact where the backend repeats itself bit for bit, else withi
 Kills: an unmasked tail, a foreign page, an index that runs past the table, a read of an unused scale.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from mla_ref.values import integers
 from oracles.compare import identical, within
 from oracles.oracle import Oracle, Trial, private_copy, storage_bytes
+from oracles.probes import repeats
 from oracles.verdict import Finding
 
 
@@ -27,18 +27,12 @@ def check(trial: Trial) -> Finding:
         for name, letters in judged.items():
             got = getattr(again, name)
             finding = identical(name, got, getattr(output, name), letters, inputs)
-            if not finding.ok and not repeats(trial, judged):
+            if not finding.ok and not repeats(trial):
                 finding = within(name, got, trial.expected()[name], letters, inputs)
             if not finding.ok:
                 return replace(finding, detail=f"with {fill} in dead memory, {finding.detail}")
             findings.append(finding)
     return Finding(ok=True, num_checked=sum(finding.num_checked for finding in findings))
-
-
-def repeats(trial: Trial, judged: Iterable[str]) -> bool:
-    """Whether a second run on the same bytes gives the same bytes."""
-    first, again = trial.run(trial.inputs), trial.run(private_copy(trial.inputs))
-    return all(identical("", getattr(again, name), getattr(first, name)).ok for name in judged)
 
 
 def changed(trial: Trial, fill: str, dead_block: int) -> Any:

@@ -1,0 +1,221 @@
+"""Rules without a truth: no alarm on right kernels, exact payloads, edits that keep their promises."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from random_trials import random_case, random_kernel
+
+from mla_ref.backend import Backend
+from mla_ref.case import Case
+from mla_ref.config import MLAConfig
+from mla_ref.formats import formats
+from mla_ref.latent import BACKEND as LATENT_BACKEND
+from mla_ref.problem import problem
+from oracles.bounds import Admissible, merge_of
+from oracles.matrix import OF_ONE_RUN
+from oracles.mutants import LATENT, MERGE, mutants
+from oracles.oracle import rules
+from oracles.probes import (
+    ATTENTION,
+    alone,
+    batch,
+    cached_anew,
+    decoded,
+    exactly_scaled,
+    first_keys,
+    lengths,
+    live,
+    materialized,
+    payload,
+    planted,
+    restored,
+    rows_of,
+    stored,
+    value_channels,
+    whole,
+)
+from oracles.rules.guard_bands import BAND, guarded
+from oracles.rules.index_range import FAR
+from oracles.rules.needle import candidates
+from oracles.verdict import FAIL, PASS, UNSUPPORTED
+from oracles.verify import backends, judge
+
+AGAIN = [name for name in rules() if name not in OF_ONE_RUN]
+CPU = "cpu"
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_right_kernels_raise_no_alarm(name, seed):
+    """Whatever they round, split, pair or walk backwards."""
+    draw, rule = random.Random(seed), rules()[name]
+    for _ in range(12):
+        contract = draw.choice(rule.problems)
+        case = random_case(draw, contract)
+        if contract in ("latent_attention", "attention"):
+            backend = random_kernel(draw, contract)
+        else:
+            right = [
+                b for b in backends().values() if b.problem == contract and b.name.startswith("mla_ref.")
+            ]
+            backend = draw.choice(right)
+        bad = [v for v in judge(backend, case, oracles=[name]) if v.status not in (PASS, UNSUPPORTED)]
+        assert bad == [], bad[0].detail
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_batch_of_nobody_is_no_case_to_fail(name):
+    for contract in set(rules()[name].problems) & set(ATTENTION):
+        case = replace(LATENT, problem=contract, q_lens=(), kv_lens=())
+        backend = next(b for b in backends().values() if b.problem == contract)
+        assert {v.status for v in judge(backend, case, oracles=[name])} == {PASS}
+
+
+@pytest.mark.parametrize("fmt", formats())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_every_format_and_type_holds_a_payload_exactly(fmt, dtype, seed):
+    config = replace(LATENT.config, kv_lora_rank=256)
+    case = exactly_scaled(replace(LATENT, config=config, cache_format=fmt, seed=seed))
+    inputs = materialized(case, CPU)
+    values = payload(case, sum(case.kv_lens), value_channels(inputs), CPU)
+    key = torch.ones(len(values), case.config.qk_rope_head_dim, dtype=torch.float64)
+    assert torch.equal(decoded(planted(inputs, key, values)[0], dtype)[0].double(), values)
+
+
+def test_a_payload_tells_tiles_and_tokens_apart(seed):
+    values = payload(replace(LATENT, cache_format="fp8_ds_mla", seed=seed), 32, 256, CPU)
+    scales = values.abs().unflatten(1, (2, 128)).amax(-1) / 448.0
+    assert (scales[:, 0] != scales[:, 1]).any()
+    assert len(values.unique(dim=0)) == 32
+
+
+@pytest.mark.parametrize("contract", ATTENTION)
+def test_entries_survive_other_pages(contract):
+    case = replace(LATENT, problem=contract)
+    inputs = materialized(case, CPU)
+    other = cached_anew(inputs, replace(case, block_size=8, seed=9), stored(inputs))
+    for name, entries in stored(inputs).items():
+        assert torch.equal(stored(other)[name].view(torch.uint8), entries.view(torch.uint8))
+    problem(contract).check(other)
+    problem(contract).check_values(other)
+
+
+def test_restored_changes_the_entries_and_nothing_else():
+    inputs = materialized(LATENT, CPU)
+    other = restored(inputs, {"kv_cache": torch.zeros_like(stored(inputs)["kv_cache"])})
+    assert not stored(other)["kv_cache"].any()
+    dead = torch.ones(inputs.kv_cache.shape[:2], dtype=torch.bool)
+    dead.view(-1)[live(inputs)] = False
+    assert torch.equal(other.kv_cache[dead].view(torch.uint8), inputs.kv_cache[dead].view(torch.uint8))
+    assert stored(inputs)["kv_cache"].any()
+
+
+def test_rows_alone_see_what_they_saw():
+    inputs = materialized(LATENT, CPU)
+    parts = alone(inputs, range)
+    assert lengths(batch(inputs, parts)) == [(1, 37), (1, 3), (1, 4), (1, 5), (1, 69), (1, 70)]
+    assert rows_of(inputs, parts).tolist() == list(range(6))
+    again = batch(inputs, whole(inputs, range(4)))
+    assert all(torch.equal(x, y) for x, y in zip(again[:2], inputs[:2], strict=True))
+    assert first_keys(inputs) == [0, 37, 42, 112, 121]
+
+
+@pytest.mark.parametrize("kv_len", [0, 1, 15, 16, 17, 64, 129, 1000])
+def test_needles_stand_at_the_edges(kv_len, seed):
+    found = candidates(kv_len, 16, 64, seed)
+    assert len(found) == len(set(found)) == min(kv_len, 64)
+    assert {0, kv_len - 1, 15, 16, 17, kv_len // 2} & set(range(kv_len)) <= set(found)
+
+
+def test_bands_surround_every_storage():
+    inputs, storages = guarded(materialized(LATENT, CPU))
+    for name in ("ql_nope", "q_pe", "kv_cache", "block_table", "cache_seqlens"):
+        tensor = getattr(inputs, name)
+        assert tensor.storage_offset() * tensor.element_size() >= BAND
+        assert torch.equal(
+            tensor.contiguous().view(torch.uint8),
+            getattr(materialized(LATENT, CPU), name).contiguous().view(torch.uint8),
+        )
+    assert all((x[:BAND] == 0xFF).all() and (x[-BAND:] == 0xFF).all() for x in storages)
+
+
+def test_pages_really_are_out_of_reach_of_32_bits():
+    seen = []
+
+    def fn(*args):
+        table, cache = args[3], args[2]
+        seen.append(int(table[table < cache.shape[0]].min()) * cache.stride(0))
+        return LATENT_BACKEND.fn(*args)
+
+    (verdict,) = judge(Backend("far", "latent_attention", fn), LATENT, oracles=["index_range"])
+    assert verdict.status == PASS
+    assert verdict.num_checked
+    assert seen[-1] >= FAR
+
+
+def test_what_a_backend_declines_is_not_tried():
+    calls = []
+
+    def fn(*args):
+        calls.append(tuple(args[5].tolist()))
+        return LATENT_BACKEND.fn(*args)
+
+    def supports(case: Case) -> str | None:
+        return None if case.kv_lens == LATENT.kv_lens else "only these lengths"
+
+    picky = Backend("picky", "latent_attention", fn, supports=supports)
+    for name in AGAIN:
+        if "latent_attention" in rules()[name].problems:
+            (verdict,) = judge(picky, LATENT, oracles=[name])
+            assert verdict.status == PASS, verdict.detail
+    assert set(calls) == {LATENT.kv_lens}
+
+
+def test_a_rule_that_claims_nothing_says_why():
+    (verdict,) = judge(LATENT_BACKEND, replace(LATENT, q_lens=(1,), kv_lens=(9,)), oracles=["batch_mates"])
+    assert (verdict.status, verdict.detail) == (PASS, "one request has no mates")
+
+
+def test_merges_of_uncertain_states_hold_every_right_merge(seed):
+    """States moved to the ends of what they may be, merged, are within the radius of the merge as it is."""
+    contract, case = problem("merge_states"), replace(MERGE, seed=seed % 1000)
+    inputs = contract.materialize(case, torch.device(CPU))
+    draw = torch.Generator().manual_seed(seed)
+    outs, lses = inputs.outs.double().nan_to_num(nan=0.0), inputs.lses.double()
+    radius = 2.0**-6 * torch.rand(outs.shape, generator=draw, dtype=torch.float64)
+    doubt = 2.0**-8 * torch.rand(lses.shape, generator=draw, dtype=torch.float64)
+    out = Admissible(outs, radius, torch.float64)
+    lse = Admissible(lses, doubt.masked_fill(lses.isneginf(), 0.0), torch.float64)
+    right = merge_of(outs, lses, out, lse)
+    used = 0.0
+    for _ in range(20):
+        signs = [torch.randint(0, 2, x.shape, generator=draw).double() * 2.0 - 1.0 for x in (outs, lses)]
+        moved = merge_of(outs + signs[0] * radius, lses + signs[1] * lse.radius, out, lse)
+        for got, want in ((right.out, moved.out), (right.lse, moved.lse)):
+            off = (got.mid - want.mid).abs().nan_to_num(nan=0.0)
+            assert bool((off <= want.radius).all())
+            used = max(used, float((off / want.radius.clamp(min=1e-300)).max()))
+    assert used > 0.5
+
+
+def test_a_rule_asked_of_a_wrong_kernel_names_what_was_different():
+    wrong = next(m for m in mutants() if m.name == "page_size_built_in")
+    (verdict,) = judge(wrong.backend, wrong.case, oracles=["page_size"])
+    assert verdict.status == FAIL
+    assert verdict.detail.startswith("with pages of 32 tokens: ")
+
+
+def test_configs_of_one_head_and_narrow_ropes_are_probed():
+    config = MLAConfig(
+        name="narrow",
+        hidden_size=32,
+        num_heads=1,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=2,
+        v_head_dim=8,
+    )
+    case = replace(LATENT, config=config, q_lens=(1, 4), kv_lens=(300, 7))
+    assert {v.status for v in judge(LATENT_BACKEND, case, oracles=["needle", "census", "single"])} == {PASS}

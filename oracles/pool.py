@@ -102,6 +102,6 @@ def _executor(workers: int) -> ProcessPoolExecutor:
 
 def _start_worker(path: list[str], threads: int) -> None:
     """Give a worker its parent's import path, which holds the working directory for strangers' modules."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted, and cancels what is left
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once and without a traceback
     sys.path[:] = path
     torch.set_num_threads(threads)

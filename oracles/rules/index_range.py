@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from oracles.compare import identical
-from oracles.oracle import Oracle, Trial
+from oracles.oracle import Oracle, Trial, private_copy
 from oracles.probes import nothing, pools, runnable, same
 from oracles.verdict import Finding
 
@@ -45,7 +45,8 @@ def check(trial: Trial) -> Finding:
         far = {name: _far(cache, stride) for name, cache in caches.items()}
     except (OSError, torch.OutOfMemoryError) as error:
         return nothing(f"no memory for pages this far apart: {str(error).splitlines()[0]}")
-    output = trial.call(inputs._replace(**far, **_moved(inputs, num_blocks, first.shape[1])))
+    private = private_copy(inputs)
+    output = trial.call(private._replace(**far, **_moved(private, num_blocks, first.shape[1])))
     if not trial.problem.writes:
         return same(trial, output, "with pages beyond 2³¹ elements", exact=True)
     left = trial.left()

@@ -187,12 +187,10 @@ def test_an_implementation_cannot_change_what_it_is_judged_by():
                 storage_bytes(tensor).fill_(1)
         return output
 
-    statuses = {
-        v.oracle: v.status
-        for v in judge(backend(vandal, variants={"again": right}), CASE)
-        if v.variant == "default"
-    }
-    assert statuses.pop("inputs_unchanged") == FAIL
+    oracles = ("inputs_unchanged", "value", "lse", "empty_rows", "poison", "head_order")
+    trespasser = backend(vandal, variants={"again": right})
+    statuses = {(v.variant, v.oracle): v.status for v in judge(trespasser, CASE, oracles=oracles)}
+    assert statuses.pop(("default", "inputs_unchanged")) == FAIL
     assert set(statuses.values()) == {PASS}
     assert {v.status for v in judge(backend(right), CASE)} == {PASS}
 

@@ -17,6 +17,8 @@ from mla_ref.problem import problems
 from mla_ref.scan import scan
 from mla_ref.values import REGIMES
 from oracles.matrix import STAGES
+from oracles.mutants import mutants
+from oracles.oracle import rules
 from oracles.verify import backends
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -43,9 +45,14 @@ def _module_lines(package: str, constant: str) -> dict[str, str]:
 
 
 def _claim(module: str) -> str:
-    """The "Claim:" of an oracle's docstring, up to the next label, on one line."""
+    """The "Claim:" of an oracle's docstring."""
+    return _labelled(module, "Claim")
+
+
+def _labelled(module: str, label: str) -> str:
+    """What follows a label of an oracle's docstring, up to the next label, on one line."""
     doc = importlib.import_module(module).__doc__ or ""
-    match = re.search(r"^Claim: (.*?)^\w[\w ]*: ", doc, re.DOTALL | re.MULTILINE)
+    match = re.search(rf"^{label}: (.*?)^\w[\w ]*: ", doc, re.DOTALL | re.MULTILINE)
     return " ".join(match[1].split()) if match else _first_line(doc)
 
 
@@ -117,6 +124,33 @@ def _oracles() -> Table:
     return Table(("oracle", "problems", "claim", "kills"), tuple(rows))
 
 
+def _claims() -> Table:
+    rows = tuple(
+        (
+            item.name,
+            ", ".join(item.problems) or "all",
+            *(_labelled(f"oracles.rules.{module}", label) for label in ("Claim", "Why", "Exact or bounded")),
+        )
+        for module, item in scan("oracles.rules", "ORACLE").items()
+    )
+    return Table(("oracle", "problems", "claim", "why", "exact or bounded"), rows)
+
+
+def _mutants() -> Table:
+    found: dict[str, list[str]] = {}
+    for mutant in mutants():
+        found.setdefault(mutant.name, []).append(mutant.case.problem)
+    rows = (
+        (
+            name,
+            ", ".join(dict.fromkeys(of)),
+            ", ".join(oracle.name for oracle in rules().values() if name in oracle.kills),
+        )
+        for name, of in found.items()
+    )
+    return Table(("mutant", "problems", "killed by"), tuple(rows))
+
+
 def _regimes() -> Table:
     return Table(("regime", "values"), tuple((name, _regime_line(name)) for name in REGIMES))
 
@@ -152,6 +186,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "formats": _formats,
     "presets": _presets,
     "oracles": _oracles,
+    "claims": _claims,
+    "mutants": _mutants,
     "regimes": _regimes,
     "shapes": _shapes,
     "lengths": _lengths,

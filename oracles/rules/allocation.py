@@ -10,6 +10,8 @@ Kills: entries aligned by the model's element size, padding or gaps forgotten, b
     counted for keys and again for values.
 """
 
+import gc
+
 import torch
 
 from mla_ref.layout import allocate
@@ -61,6 +63,7 @@ def taken(inputs: CacheCapacityInputs, num_blocks: int, device: torch.device) ->
 def _requested(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
+    gc.collect()  # tensors that only a cycle still holds would be freed between two readings
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
 

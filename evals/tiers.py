@@ -6,7 +6,7 @@ Tier 2, teacher-forced: reference and candidate each serve the same prompts and 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,8 +56,17 @@ class Divergence(NamedTuple):
     first: str
 
 
-def shadow(model: Model, path: AttentionPath, candidate: Attention, texts: Sequence[Text]) -> Shadow:
-    """Tier 1: ``candidate`` beside the reference on the steps and the cache of ``path``."""
+def shadow(
+    model: Model,
+    path: AttentionPath,
+    candidate: Attention,
+    texts: Sequence[Text],
+    around: Callable[[Attention], Layer] = layer_around,
+) -> Shadow:
+    """Tier 1: ``candidate`` beside the reference on the steps and the cache of ``path``.
+
+    around: what makes the model's layer of its attention.
+    """
     errors: list[torch.Tensor] = []
     places: list[tuple[int, list[int]]] = []
     num_layers = len(model.hf.model.layers)
@@ -71,17 +80,12 @@ def shadow(model: Model, path: AttentionPath, candidate: Attention, texts: Seque
         errors.append(error.nan_to_num(nan=math.inf))
         return want
 
-    layer = layer_around(watched)
-    _serve_given(model, layer, path, texts)
+    forced_logits(model, around(watched), path, texts)
     every = torch.cat([error.flatten() for error in errors])
     call = max(range(len(errors)), key=lambda i: float(errors[i].max()))
     row, head = divmod(int(errors[call].argmax()), errors[call].shape[1])
     place = f"layer {places[call][0]}, head {head}, row {row} of a step with cached tokens {places[call][1]}"
     return Shadow(float(every.median()), float(every.max()), len(every), place)
-
-
-def _serve_given(model: Model, layer: Layer, path: AttentionPath, texts: Sequence[Text]) -> None:
-    teacher_forced(model, layer, path, [t.prompt for t in texts], [t.answer for t in texts])
 
 
 def forced_logits(

@@ -849,6 +849,7 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
     yield Numerics(form="expanded"), _attention_mutants(*expanded)
     yield Numerics(), probe_mutants.attention_mutants(LATENT, PER_TENSOR)
     yield Numerics(form="expanded"), probe_mutants.attention_mutants(*expanded[:2])
+    yield Numerics(form="expanded"), probe_mutants.weight_mutants(expanded[0])
     for family in (
         _paged_mutants,
         _merge_mutants,
@@ -863,6 +864,7 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
     ):
         yield Numerics(), family()
     yield Numerics(form="expanded", stage=INPUT), _layer_mutants()
+    yield Numerics(form="expanded", stage=INPUT), probe_mutants.layer_mutants()
 
 
 def mutants() -> list[Mutant]:

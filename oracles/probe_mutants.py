@@ -13,17 +13,22 @@ import torch
 from mla_ref.cache_gather import cache_gather
 from mla_ref.cache_write import cache_write
 from mla_ref.case import Case
+from mla_ref.layer import latents, layer_around
 from mla_ref.layout import CacheLayout
-from mla_ref.merge_states import merge_states
+from mla_ref.merge_states import merge, merge_states
+from mla_ref.naive import naive
 from mla_ref.paged_attention import paged_attention
 from mla_ref.problem import AttentionOutput
+from mla_ref.problems.cache_gather import CacheGatherOutput
 from mla_ref.problems.cache_write import CacheWriteOutput
+from mla_ref.problems.layer import LayerOutput
 from mla_ref.problems.rope import RopeOutput
 from mla_ref.rope import rotate
 from mla_ref.rows import Request
 from oracles.mutants import (
     CONFIG,
     LATENT,
+    LAYER,
     MERGE,
     PAGED,
     READ,
@@ -56,8 +61,26 @@ def attention_mutants(case: Case, per_tensor: Case) -> dict[str, tuple[Case, Run
         "new_tokens_ignored": (case, departing(mask=_context_only)),
         "rope_lanes_in_values": (case, _with_rope_lanes),
         "value_scale_dropped": (per_tensor, _values_without_scale),
+        "empty_split_counted": (case, departing(merge=_counting_empty)),
         "scale_built_in": (case, given(softmax_scale=lambda _: CONFIG.softmax_scale)),
     }
+
+
+def _counting_empty(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A split without a key has the log-sum-exp that its workspace held: 0."""
+    return merge(outs, lses.masked_fill(lses.isneginf() & ~lses.isneginf().all(0), 0.0))
+
+
+def weight_mutants(case: Case) -> dict[str, tuple[Case, Run]]:
+    """The edits of ``attention`` alone."""
+    loaded: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def remembering(inputs: Any) -> AttentionOutput:
+        """Weights are prepared at the first call."""
+        w_uk, w_uv = loaded.setdefault(inputs.w_uk.shape, (inputs.w_uk.clone(), inputs.w_uv.clone()))
+        return attend(inputs._replace(w_uk=w_uk, w_uv=w_uv), {})
+
+    return {"weights_remembered": (case, remembering)}
 
 
 def _values_without_scale(inputs: Any) -> AttentionOutput:
@@ -217,6 +240,21 @@ def _three(name: str) -> Callable[[Any], torch.Tensor]:
     return first
 
 
+def layer_mutants() -> dict[str, tuple[Case, Run]]:
+    """The edits of ``layer``."""
+    right = layer_around(naive)
+
+    def rotated_twice(inputs: Any) -> LayerOutput:
+        """What is cached was rotated by the caller and once more by the writer."""
+        output = right(*inputs)
+        kv_c, k_pe = latents(inputs.hidden_states, inputs.positions, inputs.weights, inputs.config)
+        twice = rotate(k_pe[:, None], inputs.positions, inputs.config.rope).x[:, 0]
+        cache_write(kv_c, twice, inputs.kv_cache, inputs.slot_mapping, inputs.cache_format, inputs.kv_scale)
+        return LayerOutput(output.out, inputs.kv_cache)
+
+    return {"layer_caches_rotated_twice": (LAYER, rotated_twice)}
+
+
 def rope_mutants() -> dict[str, tuple[Case, Run]]:
     """The edits of ``rope``."""
     short = replace(ROPE, q_lens=(2,), kv_lens=(2,))
@@ -241,7 +279,18 @@ def cache_mutants() -> dict[str, tuple[Case, Run]]:
         output: CacheWriteOutput = _unchecked(cache_write)(*inputs._replace(slot_mapping=wrapped))
         return output
 
+    def without_scales(inputs: Any) -> CacheGatherOutput:
+        """Entries of tiles are read as codes, their scales left where they are."""
+        output = cache_gather(*inputs)
+        ones = inputs.kv_cache.clone()
+        c = inputs.kv_lora_rank
+        scales = torch.ones(c // 128, dtype=torch.float32).view(torch.uint8)
+        ones[..., c : c + len(scales)] = scales
+        return output._replace(kv_c=cache_gather(*inputs._replace(kv_cache=ones)).kv_c)
+
+    tiled = replace(READ, cache_format="fp8_ds_mla", regime="tiles")
     return {
+        "gather_without_tile_scales": (tiled, without_scales),
         "write_in_32_bits": (WRITE, wrapped_write),
         "write_scale_in_bf16": (WRITE_PER_TENSOR, changed(cache_write, kv_scale=_coarse)),
         "gather_in_32_bits": (READ, changed(cache_gather, kv_cache=lambda x: _wrapped(x.kv_cache))),

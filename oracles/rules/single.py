@@ -91,6 +91,7 @@ ORACLE = Oracle(
         "rope_part_dropped",
         "scores_in_bf16",
         "end_not_stored",
+        "empty_split_counted",
         "paged_scale_one_percent",
         "paged_value_scale_of_keys",
         "paged_scales_ignored",

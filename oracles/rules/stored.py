@@ -66,5 +66,6 @@ ORACLE = Oracle(
         "layer_positions_from_zero",
         "layer_caches_unrotated",
         "layer_caches_next_position",
+        "layer_caches_rotated_twice",
     ),
 )

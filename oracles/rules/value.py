@@ -87,6 +87,7 @@ ORACLE = Oracle(
         "read_rows_late",
         "read_scale_ignored",
         "read_scale_in_bf16",
+        "gather_without_tile_scales",
         "layer_theta",
         "layer_softmax_scale_without_mscale",
         "layer_query_gain_forgotten",

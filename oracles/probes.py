@@ -50,13 +50,13 @@ def materialized(case: Case, device: str) -> Any:
     return problem(case.problem).materialize(case, torch.device(device))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def made(make: Make, case: Case, device: str) -> Any:
     """What ``make`` makes of a case; shared, so never to be changed."""
     return make(case, device)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def _admissible(make: Make, case: Case, device: str, numerics: Numerics) -> Mapping[str, Admissible]:
     return ADMISSIBLE[case.problem](made(make, case, device), numerics)
 
@@ -66,7 +66,7 @@ def admissible(make: Make, trial: Trial, case: Case | None = None) -> Mapping[st
     return _admissible(make, case or trial.case, trial.device, trial.backend.numerics)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def _known(
     plant: Callable[[Case, str], Probe], case: Case, device: str, numerics: Numerics
 ) -> Mapping[str, Admissible]:

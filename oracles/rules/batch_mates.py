@@ -9,7 +9,7 @@ Exact or bounded: with other contents in the same batch bit for bit where the ba
 Kills: foreign pages, rows and lengths of neighbours.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from mla_ref.case import Case
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
+    Make,
     alike,
     batch,
     first_keys,
@@ -45,7 +46,7 @@ def check(trial: Trial) -> Finding:
     for kept in dict.fromkeys((lengths.index(max(lengths)), 0)):
         parts = whole(trial.inputs, [kept])
         rows = rows_of(trial.inputs, parts)
-        again = trial.run(made(partial(strangers, kept=kept), trial.case, trial.device))
+        again = trial.run(made(strangers_of(kept), trial.case, trial.device))
         first = only(trial.run(trial.inputs), rows)
         expected = {name: picked(x, rows) for name, x in trial.expected().items()}
         finding = alike(
@@ -57,6 +58,12 @@ def check(trial: Trial) -> Finding:
         if not finding.ok:
             return finding
     return Finding(ok=True, num_checked=trial.run(trial.inputs).out.numel())
+
+
+@cache
+def strangers_of(kept: int) -> Make:
+    """``strangers``, the same function for the same request."""
+    return partial(strangers, kept=kept)
 
 
 def strangers(case: Case, device: str, kept: int) -> Any:

@@ -1,3 +1,5 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (a jitted function's parameters are annotated for Triton, not for mypy)
 """Decode attention over a paged latent cache for Hopper: one kernel, three warpgroups.
 
 Grid: (parts · lanes,), at most one program an SM. Program (part, lane) walks the items of its part in

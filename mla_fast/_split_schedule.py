@@ -1,3 +1,5 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (a jitted function's parameters are annotated for Triton, not for mypy)
 """Who works on which keys: a schedule made on the GPU, and the merge of the tiles that it splits.
 
 A *tile* is up to ``span`` rows (query tokens times heads) of one request. Its work is its request's keys in

@@ -80,7 +80,7 @@ def with_splits(num_splits: int) -> Callable[..., AttentionOutput]:
         if name is None:
             raise ValueError(f"neither {PAGED} nor {CONTIGUOUS} is installed")
         paged = name == PAGED
-        cache = kv_cache if paged else _contiguous(kv_cache, block_table, cache_seqlens)
+        cache = kv_cache if paged else contiguous(kv_cache, block_table, cache_seqlens)
         out, lse, *_ = importlib.import_module(name).flash_attn_with_kvcache(
             q_pe,
             cache[..., None, c:],
@@ -100,14 +100,12 @@ def with_splits(num_splits: int) -> Callable[..., AttentionOutput]:
     return flash_attn_3
 
 
-def _contiguous(
-    kv_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor
-) -> torch.Tensor:
-    """[b j e]: every request's live entries, zeros behind them, which masked weights may multiply."""
+def contiguous(pages: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> torch.Tensor:
+    """[b j …] from pages [n k …]: live entries, and zeros behind them, which masked weights may multiply."""
     lengths = cache_seqlens.tolist()
-    cache = kv_cache.new_zeros(len(lengths), max(1, *lengths), kv_cache.shape[2])
+    cache = pages.new_zeros(len(lengths), max(1, *lengths), *pages.shape[2:])
     for i, length in enumerate(lengths):
-        cache[i, :length] = gather(kv_cache, block_table[i], 0, length)
+        cache[i, :length] = gather(pages, block_table[i], 0, length)
     return cache
 
 

@@ -39,7 +39,7 @@ def test_slow_blocks_name_the_backends_of_today():
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_names_in_the_text_exist(page):
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"(?<![\w./])((?:mla_ref|mla_fast|oracles|evals)(?:\.\w+)+)", text):
+    for name in re.findall(r"(?<![\w./"])((?:mla_ref|mla_fast|oracles|evals)(?:\.\w+)+)", text):
         if name.endswith((".py", ".md")) or any(name.replace(".", "/") in path for path in files(text)):
             continue
         assert exists(name), f"{page.name} speaks of {name}"
@@ -77,6 +77,9 @@ def test_the_comparison_can_fail():
     assert agree(step._replace(shown="held …\nin 1.5 s\n"), "held 3\nin 2.5 s\n")
     assert not agree(step._replace(shown="held …\nin 1.5 s\n"), "lost 3\nin 2.5 s\n")
     assert not agree(step._replace(shown=None), "unexpected\n")
+    failing = step._replace(shown="held 3\n\nFAIL value\n 7 of 9 outside\n")
+    assert agree(failing, "held 3\n\nFAIL value\n 6 of 9 outside\n")
+    assert not agree(failing, "held 3\n\nFAIL lse\n 7 of 9 outside\n")
 
 
 def test_a_block_that_raises_is_not_swallowed():

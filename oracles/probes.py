@@ -84,6 +84,8 @@ def shows(trial: Trial, plant: Callable[[Case, str], Probe], case: Case) -> Find
 
     Where a stage is declared to be rounded, ``out`` follows from the rounded stage instead.
     """
+    if not runnable(trial, case):
+        return nothing("the backend does not take the probe")
     inputs = made(plant, case, trial.device).inputs
     output, known = trial.run(inputs), _known(plant, case, trial.device, trial.backend.numerics)
     shapes = trial.problem.output_shapes

@@ -26,7 +26,9 @@ from oracles.probes import (
     made,
     materialized,
     moved_truth,
+    nothing,
     restored,
+    runnable,
 )
 from oracles.verdict import Finding
 
@@ -37,6 +39,8 @@ SHIFT = 12.0
 def check(trial: Trial) -> Finding:
     """Run with the query's number in that channel 0, and a power of two."""
     case = exactly_scaled(trial.case)
+    if not runnable(trial, case):
+        return nothing("the backend does not take the probe")
     before, after = (made(make, case, trial.device) for make in (level, raised))
     first, again = trial.run(before), trial.run(after)
     there, here = (admissible(make, trial, case) for make in (level, raised))

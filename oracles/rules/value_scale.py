@@ -9,6 +9,7 @@ Exact or bounded: bit for bit; claimed where the backend repeats itself and roun
 Kills: scales ignored, squared or not applied to the values, values that are read from somewhere else.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from oracles.probes import (
     queries,
     repeats,
     restored,
+    runnable,
     stored,
     wide,
 )
@@ -35,6 +37,10 @@ def check(trial: Trial) -> Finding:
     """Run with the values as they are, and times 4."""
     if not wide(trial):
         return nothing("float16 rounds small numbers at an absolute distance")
+    if not runnable(
+        trial, replace(trial.case, kv_scale=4.0 * trial.case.kv_scale, v_scale=4.0 * trial.case.v_scale)
+    ):
+        return nothing("the backend does not take other scales")
     once, larger = (trial.run(made(make, trial.case, trial.device)) for make in (by_rope_alone, scaled))
     shapes = trial.problem.output_shapes
     finding = worst_of(

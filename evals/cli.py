@@ -157,6 +157,45 @@ def evaluate(
         )
 
 
+@app.command()
+def matrix(
+    checkpoint: Folder,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="decode or decode+prefill, by name; repeatable.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Cache formats.")] = "fp32,bf16,fp8_e4m3,fp8_ds_mla",
+    chunks: Annotated[str, typer.Option(help="Prompt tokens of a step; 0: whole prompts.")] = "0,96",
+    thresholds: Annotated[str, typer.Option(help="The most new tokens that are decoded.")] = "1",
+    block_sizes: Annotated[str, typer.Option(help="Tokens of a block.")] = "16",
+    dtypes: Annotated[str, typer.Option(help="Of queries and up-projections.")] = "float32",
+    questions: Annotated[int, typer.Option(min=1, help="Of each set: stories, lists of 5, 10, 20.")] = 2,
+    page: Annotated[Path | None, typer.Option("--html", help="Also write the table as a page.")] = None,
+) -> None:
+    """Every combination of the axes: accuracy, equal texts, divergence, time, as markdown."""
+    from evals import matrix as tables
+
+    def numbers(name: str, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split(",")]
+        except ValueError:
+            raise ValueError(f"{name}: {text!r} are no integers, such as 0,96") from None
+
+    with _refusing("matrix"):
+        pairs = [name.partition("+") for name in backend or ["mla_ref.absorbed+mla_ref.chunked"]]
+        asked = tables.paths(
+            [(decode, prefill or decode) for decode, _, prefill in pairs],
+            formats.split(","),
+            numbers("chunks", chunks),
+            numbers("thresholds", thresholds),
+            numbers("block sizes", block_sizes),
+            dtypes.split(","),
+        )
+        rows = list(tables.cells(_checkpoint(checkpoint), asked, questions))
+        if page is not None:
+            page.write_text(tables.page(rows, f"{checkpoint}: attention paths"), encoding="utf-8")
+    typer.echo(tables.markdown(rows))
+
+
 @contextmanager
 def _refusing(command: str) -> Iterator[None]:
     """What is wrong with files, names or settings is one line, and exit code 3."""

@@ -81,7 +81,7 @@ def _load_keys(pointers, mask, scale, SCALING: tl.constexpr, dtype: tl.constexpr
             return _round(value * scale, dtype)
 
 
-@triton.jit(do_not_specialize=["num_row_blocks", "num_heads", "num_rows"])
+@triton.jit(do_not_specialize=["num_heads", "num_rows", "num_row_blocks", "num_splits", "min_tiles"])
 def _mla_decode_kernel(
     ql_nope,
     q_pe,
@@ -101,6 +101,8 @@ def _mla_decode_kernel(
     num_heads,
     num_rows,
     num_row_blocks,
+    num_splits,
+    min_tiles,
     stride_ql_token,
     stride_ql_head,
     stride_ql_channel,
@@ -122,14 +124,13 @@ def _mla_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     SCALING: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """Attention of ROWS query rows of one request over one split of its keys.
 
-    Grid: requests · NUM_SPLITS · num_row_blocks, row block fastest, so that programs that read the same keys
+    Grid: requests · num_splits · num_row_blocks, row block fastest, so that programs that read the same keys
     run together. A row is one head of one new token; rows of a request are its tokens' heads in order, so a
     block may hold several tokens, each with a causal limit of its own.
     Scores, weights, sums and the accumulator are float32; weights are rounded to the query's type for the
@@ -139,8 +140,8 @@ def _mla_decode_kernel(
     """
     pid = tl.program_id(0)
     i_block = pid % num_row_blocks
-    i_split = (pid // num_row_blocks) % NUM_SPLITS
-    i_request = pid // num_row_blocks // NUM_SPLITS
+    i_split = (pid // num_row_blocks) % num_splits
+    i_request = pid // num_row_blocks // num_splits
 
     first_token = tl.load(cu_seqlens_q + i_request)
     q_len = tl.load(cu_seqlens_q + i_request + 1) - first_token
@@ -154,13 +155,13 @@ def _mla_decode_kernel(
     last_query = tl.minimum((i_block * ROWS + ROWS - 1) // num_heads, q_len - 1)
     most_seen = kv_len - q_len + 1 + last_query
 
-    split_keys = tl.maximum(tl.cdiv(tl.cdiv(kv_len, KEYS), NUM_SPLITS), MIN_TILES) * KEYS
+    split_keys = tl.maximum(tl.cdiv(tl.cdiv(kv_len, KEYS), num_splits), min_tiles) * KEYS
     start = i_split * split_keys
     stop = tl.minimum(tl.minimum(start + split_keys, kv_len), most_seen)
     # One 64-bit base and small offsets: a 64-bit address for each row would be live across the loop.
     first_row = first_token.to(tl.int64) * num_heads + i_block * ROWS
     i_row = tl.arange(0, ROWS)
-    if NUM_SPLITS > 1:
+    if SPLIT:
         first_row += i_split.to(tl.int64) * num_rows
         if start >= stop:
             tl.store(partial_max + first_row + i_row, float("-inf"), mask=m_row)
@@ -263,7 +264,7 @@ def _mla_decode_kernel(
 
     offset = i_row[:, None] * C + channel[None, :]
     m_out = m_row[:, None] & m_channel[None, :]
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         seen_any = b_sum != 0.0
         divisor = tl.where(seen_any, b_sum, 1.0)
         b_lse = tl.where(seen_any, (b_max + tl.log2(divisor)) * LN_2, float("-inf"))

@@ -71,16 +71,20 @@ class Tiles(NamedTuple):
 HOPPER = Tiles((Tile(16, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)), (Tile(16, 64, 8, 2),))
 BLACKWELL = Tiles((Tile(16, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)), (Tile(16, 64, 8, 2),))
 AMPERE = Tiles((Tile(16, 64, 8, 2), Tile(32, 32, 8, 2)), (Tile(16, 32, 8, 2),))
-SMALL = Tiles((Tile(16, 64, 8, 2), Tile(32, 32, 8, 2)), (Tile(16, 32, 8, 1),))  # 99 KiB of shared memory
+SMALL = Tiles((Tile(16, 64, 8, 2), Tile(32, 32, 8, 2)), (Tile(16, 16, 8, 2),))  # 99 KiB of shared memory
 # Few, large steps: the interpreter's time goes by operations, not by elements.
 INTERPRETED = Tiles(*2 * ((Tile(16, 128, 1, 1), Tile(64, 128, 1, 1)),))
 
 
 class Device(NamedTuple):
-    """What the launch needs to know about a device: its programs at a time, and its tiles."""
+    """What the launch needs to know about a device.
+
+    num_units: programs that run at a time. merge_elements: partial results that one merging program holds.
+    """
 
     num_units: int
     tiles: Tiles
+    merge_elements: int
 
 
 class Schedule(NamedTuple):
@@ -169,9 +173,10 @@ def _padded(channels: int) -> int:
 @functools.cache
 def _device(device: torch.device) -> Device:
     if device.type == "cpu":
-        return Device(4, INTERPRETED)
+        return Device(4, INTERPRETED, 2**20)
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, tiles_of(properties.major, properties.minor))
+    tiles = tiles_of(properties.major, properties.minor)
+    return Device(properties.multi_processor_count, tiles, 2**13)
 
 
 def choose_tile(tiles: tuple[Tile, ...], num_rows: int, block_size: int) -> Tile:
@@ -276,6 +281,8 @@ def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutpu
             num_heads,
             num_rows,
             num_row_blocks,
+            num_splits,
+            MIN_TILES if schedule.num_splits is None else 1,
             *query.stride(),
             *inputs.q_pe.stride(),
             *cache.latent.stride()[:2],
@@ -289,15 +296,14 @@ def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutpu
             BLOCK_SIZE=block_size,
             SCALING=cache.scaling,
             TILE_CHANNELS=TILE_CHANNELS,
-            NUM_SPLITS=num_splits,
-            MIN_TILES=MIN_TILES if schedule.num_splits is None else 1,
+            SPLIT=num_splits > 1,
             ROWS=tile.rows,
             KEYS=tile.keys,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
         if num_splits > 1:
-            splits, rows, channels = _merge_tile(num_splits, c, query.device)
+            splits, rows, channels = _merge_tile(num_splits, c, device.merge_elements)
             kernels._merge_splits_kernel[(-(-num_rows // rows), -(-c // channels))](
                 out,
                 lse,
@@ -328,10 +334,9 @@ def _launching(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _merge_tile(num_splits: int, c: int, device: torch.device) -> tuple[int, int, int]:
+def _merge_tile(num_splits: int, c: int, elements: int) -> tuple[int, int, int]:
     """Splits (padded), rows and channels of one merging program: all partial results of a channel at once."""
     splits = 1 << (num_splits - 1).bit_length()
-    elements = 2**20 if device.type == "cpu" else 2**13
     channels = min(_padded(c), max(16, elements // splits))
     return splits, max(1, elements // 2 // (splits * channels)), channels
 

@@ -139,8 +139,8 @@ def _run_on_a_copy(written: dict[str, str], pairs: list[tuple[str, str]]) -> lis
 def agree(step: Step, got: str) -> bool:
     """Whether a step printed what the page shows. "…" stands for anything, alone on a line for any lines.
 
-    Where the judge prints figures that depend on the processor, they are not compared: ratios and seconds, and
-    every number where a claim failed, since which elements are outside follows from the last bit.
+    Where the judge prints figures that depend on the processor, they are not compared: ratios and seconds,
+    and every number where a claim failed, since which elements are outside follows from the last bit.
     """
     if step.shown is None:
         return got == ""

@@ -39,7 +39,7 @@ def test_slow_blocks_name_the_backends_of_today():
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_names_in_the_text_exist(page):
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"(?<![\w./"])((?:mla_ref|mla_fast|oracles|evals)(?:\.\w+)+)", text):
+    for name in re.findall(r'(?<![\w./"])((?:mla_ref|mla_fast|oracles|evals)(?:\.\w+)+)', text):
         if name.endswith((".py", ".md")) or any(name.replace(".", "/") in path for path in files(text)):
             continue
         assert exists(name), f"{page.name} speaks of {name}"

@@ -30,7 +30,7 @@ TOKENS = "tokens.jsonl"
 
 
 @register_model("mla-verify")
-class MLAVerifyLM(TemplateLM):
+class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
     """A checkpoint whose attention takes one path.
 
     pretrained: folder of config.json, tokenizer and safetensors.
@@ -125,7 +125,7 @@ class MLAVerifyLM(TemplateLM):
                 self.path,
                 prompts,
                 most,
-                lambda ids, until=until: any(stop in self.tokenizer.decode(ids) for stop in until),
+                lambda ids, until=until: any(stop in self.tokenizer.decode(ids) for stop in until),  # type: ignore[misc]
             )
             for context, doc_id, ids in zip(contexts, doc_ids, written, strict=True):
                 text = postprocess_generated_text(self.tokenizer.decode(ids), until, None)

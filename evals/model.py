@@ -58,12 +58,13 @@ def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = 
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # it would draw over the report
+    # It would draw over the report.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     config = MLAConfig.from_hf(folder)
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: holds no *.safetensors")
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return with_our_attention(hf.eval().to(device), config)
+    return with_our_attention(hf.eval().to(device), config)  # type: ignore[no-untyped-call]
 
 
 def with_our_attention(hf: Any, config: MLAConfig) -> Model:
@@ -147,7 +148,7 @@ def serve(
             ).out
 
         packed = torch.tensor([token for part in new for token in part], device=device)
-        hidden = hidden_states(model, packed, attend).split([len(part) for part in new])
+        hidden = hidden_states(model, packed, attend).split([len(part) for part in new])  # type: ignore[no-untyped-call]
         ended = []
         for i, rows, length in zip(running, hidden, lengths, strict=True):
             cached[i] = length

@@ -103,7 +103,7 @@ def load_llama() -> Any:
             values = _half_split(values, heads if "q_proj" in name else kv_heads)
         state[name] = values
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model = LlamaForCausalLM(config).float()
+    model = LlamaForCausalLM(config).float()  # type: ignore[no-untyped-call]
     model.load_state_dict(state)
     return model.eval()
 

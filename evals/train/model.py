@@ -100,7 +100,7 @@ def build(folder: Path, seed: int) -> nn.Module:
 
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(seed)
-    model: nn.Module = DeepseekV3ForCausalLM(config).float()
+    model: nn.Module = DeepseekV3ForCausalLM(config).float()  # type: ignore[no-untyped-call]
     for name, weight in model.named_parameters():
         if weight.dim() < 2:
             continue
@@ -161,11 +161,11 @@ def _attention(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
     out = F.scaled_dot_product_attention(
         query, key, F.pad(value, (0, p + r - v)), is_causal=True, scale=attention.scaling
     )
-    return attention.o_proj(out[..., :v].transpose(1, 2).reshape(b, s, -1))
+    return attention.o_proj(out[..., :v].transpose(1, 2).reshape(b, s, -1))  # type: ignore[no-any-return]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # type: ignore[no-untyped-call]
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1)
 
 

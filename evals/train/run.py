@@ -65,7 +65,7 @@ def batches(stream: Iterable[Any], size: int, device: torch.device) -> Iterator[
     """[size LENGTH+1] int64 batches of the stream of blocks."""
     for block in stream:
         whole = torch.from_numpy(block.astype("int64"))
-        for part in whole.split(size):
+        for part in whole.split(size):  # type: ignore[no-untyped-call]
             yield part.to(device, non_blocking=True)
 
 
@@ -115,7 +115,8 @@ def train(args: argparse.Namespace) -> None:
     data = batches(stream, args.rows, device)
     batch = next(data)
     with torch.autocast(device.type, torch.bfloat16):
-        run_loss(model, batch, cos, sin).backward()  # compiles before the clock of the schedule starts
+        # Compiles before the clock of the schedule starts.
+        run_loss(model, batch, cos, sin).backward()  # type: ignore[no-untyped-call]
     adam.zero_grad(set_to_none=True)
     started = last_saved = time.monotonic()
     total = max(args.seconds - (started - begun), LEAST_SECONDS)
@@ -137,7 +138,7 @@ def train(args: argparse.Namespace) -> None:
             group["lr"] = RATES[args.name] * rate(progress)
         with torch.autocast(device.type, torch.bfloat16):
             value = run_loss(model, batch, cos, sin)
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
         adam.zero_grad(set_to_none=True)

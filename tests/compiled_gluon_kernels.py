@@ -1,0 +1,103 @@
+"""Compiles what ``mla_fast.gluon_decode`` would launch on a Hopper GPU, without one.
+
+``compiled_gluon_kernels.py 128 64 bf16``: heads, block size, format. As ``compiled_kernels``: one line of
+JSON a kernel, through the launcher itself. For the attention kernel also what its loops are made of, read
+from the machine code.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from compiled_kernels import CUOBJDUMP, target, usage
+from triton.runtime.jit import KernelInterface
+
+from mla_fast import gluon_decode as launcher
+from mla_ref.case import Case
+from mla_ref.config import MLAConfig
+from mla_ref.problem import problem
+
+PTXAS = CUOBJDUMP.with_name("ptxas")
+NUM_SMS = 132
+
+
+class Loop(NamedTuple):
+    """What lies between a backward branch and its target."""
+
+    length: int
+    products: int
+    copies: int
+    local_loads: int
+    local_stores: int
+
+
+def loops(cubin: bytes) -> list[Loop]:
+    """Every loop of a kernel, shortest first."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        dump = subprocess.run(
+            [CUOBJDUMP, "--dump-sass", path], capture_output=True, text=True, check=True
+        ).stdout
+    code = [(int(a, 16), text) for a, text in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", dump, re.M)]
+    found = []
+    for address, text in code:
+        branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < address:
+            body = [t for a, t in code if int(branch[1], 16) <= a <= address]
+            count = [
+                sum(bool(re.search(p, t)) for t in body) for p in ("HGMMA", "UTMALDG", r"\bLDL", r"\bSTL")
+            ]
+            found.append(Loop(len(body), *count))
+    return sorted(found)
+
+
+def complaints(ptx: str) -> list[str]:
+    """What ptxas warns of, as where it cannot keep products in flight."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx, encoding="utf-8")
+        command = [PTXAS, "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+
+
+def compile_all(heads: int, block_size: int, fmt: str) -> None:
+    triton.runtime.driver.set_active(target(90)())
+    launcher.plan = lambda *args, **options: launcher.plan_for(NUM_SMS, *args, **options)
+    compiled = {}
+
+    def warm_up(kernel: KernelInterface, grid: tuple[int, ...]):
+        def run(*args: object, **options: object) -> None:
+            compiled[kernel.fn.__name__] = kernel.run(*args, grid=grid, warmup=True, **options)
+
+        return run
+
+    KernelInterface.__getitem__ = warm_up
+    config = MLAConfig(
+        name="compiled", hidden_size=64, num_heads=heads, q_lora_rank=None, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    case = Case(
+        problem="latent_attention", config=config, q_lens=(1,), kv_lens=(5,), block_size=block_size,
+        cache_format=fmt, dtype="float16" if fmt == "fp16" else "bfloat16",
+    )  # fmt: skip
+    inputs = problem(case.problem).materialize(case, torch.device("cpu"))
+    for function in (launcher.gluon_decode, launcher.batch_invariant):
+        function(*inputs)
+    for name, kernel in compiled.items():
+        line = {"kernel": name, "case": [heads, block_size, fmt], "shared": kernel.metadata.shared}
+        line |= usage(kernel.asm["cubin"])
+        if name == "mla_decode_kernel":
+            line |= {"loops": loops(kernel.asm["cubin"]), "complaints": complaints(kernel.asm["ptx"])}
+        sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,63 @@
+"""The Hopper kernels compile without a GPU: they fit, loops touch no local memory, products overlap."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_BYTES = 232_448  # that one program may have
+PRODUCTS = 44  # tensor-core instructions of one consumer and one pair: 36 of scores, 8 of values
+BOXES = {64: 1, 32: 2, 16: 4}  # copies to a block of 64 keys
+
+# Heads, block size, format: several lanes and one; one, two and four boxes to a block of keys.
+DEFAULT = (128, 64, "bf16")
+OTHERS = ((64, 32, "fp16"), (16, 16, "bf16"))
+
+
+@pytest.fixture(
+    scope="module", params=[DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in OTHERS)], ids=str
+)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [
+        sys.executable,
+        Path(__file__).with_name("compiled_gluon_kernels.py"),
+        *map(str, request.param),
+    ]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_all_fit(kernels: list[dict]) -> None:
+    assert {kernel["kernel"] for kernel in kernels} == {
+        "mla_decode_kernel", "schedule_kernel", "fixed_schedule_kernel", "merge_kernel",
+    }  # fmt: skip
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_BYTES, kernel
+        if kernel["kernel"] != "mla_decode_kernel":
+            assert kernel["STACK"] == 0, kernel
+
+
+def test_loops_touch_no_local_memory(kernels: list[dict]) -> None:
+    """A spilled register comes back from L2: the shared memory in use leaves too little L1 to hold it."""
+    for kernel in kernels:
+        if kernel["kernel"] != "mla_decode_kernel":
+            continue
+        _, block_size, _ = kernel["case"]
+        consumers = [loop for loop in kernel["loops"] if loop[1] == PRODUCTS][:2]
+        # The rope part of the query is copied within the loop too.
+        copies = 6 * BOXES[block_size] + 1
+        producer = next(loop for loop in kernel["loops"] if loop[2] >= copies)
+        assert len(consumers) == 2, kernel
+        for _, _, _, loads, stores in (*consumers, producer):
+            assert (loads, stores) == (0, 0), kernel
+
+
+def test_products_overlap(kernels: list[dict]) -> None:
+    for kernel in kernels:
+        assert kernel.get("complaints", []) == [], kernel["case"]

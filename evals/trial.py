@@ -43,6 +43,9 @@ SOLVES = 0.90  # strict-match below which a baseline has nothing to lose
 # bug but follows the machine's order of sums; that of 16-bit operands is large and steady.
 FACTORS = {"float32": 10.0, "bfloat16": 3.0, "float16": 3.0}
 
+# How many times the measured divergence of a cache format from float32 a path over that format may show.
+COST = 3.0
+
 # What tiers 1 and 2 are held to.
 MEASURES = ("median", "worst", "mean_kl", "max_kl", "max_logit")
 
@@ -211,11 +214,27 @@ def judge(folder: Path, path: AttentionPath, questions: int, out: Path, margin: 
     reference = reference_logits(model, path, texts)
     seen, apart = measure(model, path, attention, layer_around(attention), texts, reference)
     lines = lines_of(seen, apart, allowed or dict.fromkeys(MEASURES, float("nan")))
+    lines += _cost_of_format(model, path, attention, texts, noise)
     paired = None
     if questions and allowed and all(line.ok for line in lines):
         paired = accuracy(folder, AttentionPath(), path, questions, out, margin)
     return Outcome(path=path, lines=lines, place=seen.place, accuracy=paired,
                    **_decide(path, lines, allowed is not None, paired, seen, apart))  # fmt: skip
+
+
+def _cost_of_format(
+    model: Model, path: AttentionPath, attention: Attention, texts: Sequence[Text], noise: Mapping[str, Any]
+) -> tuple[Line, ...]:
+    """A lossy cache against a float32 one: no more is lost than where the definition reads that format."""
+    known = noise["cost"].get(path.cache_format)
+    if path.cache_format == AttentionPath.cache_format or known is None:
+        return ()
+    got = forced_logits(model, layer_around(attention), path, texts)
+    apart = divergence(reference_logits(model, AttentionPath(), texts), got)
+    return tuple(
+        Line(tier="T2 cost", measure=name, found=getattr(apart, name), limit=COST * known[name])
+        for name in ("mean_kl", "max_kl")
+    )
 
 
 def _decide(

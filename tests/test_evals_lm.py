@@ -143,3 +143,18 @@ def test_trial_decides_and_exits(tmp_path: Path):
     unmeasured = CliRunner().invoke(app, [*good, "dtype=float16 cache_format=fp16"])
     assert unmeasured.exit_code == 2
     assert "INCONCLUSIVE: no noise was measured for float16 over a fp16 cache" in unmeasured.output
+
+
+def test_a_lossy_cache_is_also_held_to_a_float32_one():
+    path = "decode=mla_ref.absorbed cache_format=fp8_ds_mla"
+    result = CliRunner().invoke(app, ["trial", "mini", "--questions", "0", "--path", path, "--json"])
+    assert result.exit_code == 0, result.output
+    lines = {(line["tier"], line["measure"]): line for line in json.loads(result.output)["lines"]}
+    assert lines["T2 cost", "mean_kl"]["found"] > 10 * lines["T2 logits", "mean_kl"]["found"]
+
+
+def test_a_scale_that_saturates_fails_the_cost_of_its_format():
+    path = "decode=mla_ref.absorbed cache_format=fp8_e4m3 kv_scale=0.001"
+    result = CliRunner().invoke(app, ["trial", "mini", "--questions", "0", "--path", path])
+    assert result.exit_code == 1, result.output
+    assert "FAIL: T2 cost: " in result.output

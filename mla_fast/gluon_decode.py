@@ -238,6 +238,14 @@ def _gluon_decode(batch_invariant: bool) -> Callable[..., AttentionOutput]:
         cache_format: CacheFormat,
         kv_scale: torch.Tensor,
     ) -> AttentionOutput:
+        """Multi-query attention over the latent cache, two warpgroups a row tile, keys by the copy engine.
+
+        score[s h j] = softmax_scale · (ql_nope[s h] · kv_c[j]  +  q_pe[s h] · k_pe[j])
+
+        Raises: ValueError for what ``supports`` declines. Lengths and block ids are the caller's promise.
+        Error: scores, softmax, sums and partial results in float32; weights rounded to the query's type.
+        Source: the two-warpgroup schedule of FlashMLA (docs/20250422-new-kernel-deep-dive.md there).
+        """
         t, h, c = ql_nope.shape
         if (c, q_pe.shape[2]) != (LATENT, ROPE):
             raise ValueError(f"ql_nope, q_pe: {c} and {q_pe.shape[2]} channels, must be {LATENT} and {ROPE}")

@@ -401,7 +401,8 @@ def repeats(trial: Trial) -> bool:
 def same(trial: Trial, again: Any, what: str, *, exact: bool, rows: torch.Tensor | None = None) -> Finding:
     """A second output is the first, or the ``rows`` of it in this order.
 
-    exact: bit for bit where the backend repeats itself; else, as for every other, within both radii.
+    exact: bit for bit, but for the sign of a zero, where the backend repeats itself; else, as for every
+        other, within both radii.
     what: what was different about the second run.
     """
     first, expected, inputs = trial.run(trial.inputs), trial.expected(), trial.inputs
@@ -430,11 +431,16 @@ def alike(
     findings = []
     for name, letters in trial.problem.output_shapes.items():
         pair = getattr(got, name), getattr(want, name)
-        finding = identical(name, *pair, letters, inputs)
+        finding = identical(name, _unsigned(pair[0]), _unsigned(pair[1]), letters, inputs)
         if not finding.ok and not (exact and repeats(trial)):
             finding = agree(name, *pair, expected[name], expected[name], letters, inputs)
         findings.append(replace(finding, detail=f"{what}: {finding.detail}" if finding.detail else ""))
     return worst_of(findings)
+
+
+def _unsigned(x: Any) -> Any:
+    """Zeros without their sign: a weight of 0 gives the sum that of a value which the row does not see."""
+    return x.masked_fill(x == 0.0, 0.0) if isinstance(x, torch.Tensor) else x
 
 
 def wide(trial: Trial) -> bool:

@@ -12,7 +12,7 @@ from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.formats import formats
 from mla_ref.latent import BACKEND as LATENT_BACKEND
-from mla_ref.problem import problem
+from mla_ref.problem import AttentionOutput, problem
 from oracles.bounds import Admissible, merge_of
 from oracles.matrix import OF_ONE_RUN
 from oracles.mutants import LATENT, MERGE, mutants
@@ -204,6 +204,21 @@ def test_a_rule_asked_of_a_wrong_kernel_names_what_was_different():
     (verdict,) = judge(wrong.backend, wrong.case, oracles=["page_size"])
     assert verdict.status == FAIL
     assert verdict.detail.startswith("with pages of 32 tokens: ")
+
+
+def test_the_sign_of_a_zero_is_nobody_s_claim():
+    """A row without a key is a sum of values times 0, and some kernels leave it the sign of their sum."""
+
+    def fn(*args):
+        out, lse = LATENT_BACKEND.fn(*args)
+        newest = args[2][args[3][0, 0], 0, 0]
+        return AttentionOutput(torch.where(out == 0.0, torch.copysign(out, newest), out), lse)
+
+    backend = Backend("signed", "latent_attention", fn)
+    case = replace(LATENT, q_lens=(5, 2), kv_lens=(1, 9), regime="ties")
+    for seed in range(4):
+        (verdict,) = judge(backend, replace(case, seed=seed), oracles=["causal"])
+        assert verdict.status == PASS, verdict.detail
 
 
 def test_configs_of_one_head_and_narrow_ropes_are_probed():

@@ -1,0 +1,154 @@
+"""The adapters' own conversions, around stand-ins that behave as the libraries document themselves.
+
+What FlashMLA and FlashAttention-3 compute is judged on a Hopper GPU; here it is what the adapters make of it.
+"""
+
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+from mla_fast import flash_attn_3, flash_mla
+from mla_ref.backend import Backend, available
+from mla_ref.case import Case
+from mla_ref.config import MLAConfig
+from mla_ref.layout import CacheLayout
+from mla_ref.problem import problem
+from oracles.verdict import FAIL, PASS, UNSUPPORTED
+from oracles.verify import judge
+
+CONFIG = MLAConfig(
+    name="wide", hidden_size=64, num_heads=3, q_lora_rank=None, kv_lora_rank=512,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+)  # fmt: skip
+UNIFORM = Case(problem="latent_attention", config=CONFIG, q_lens=(2, 2, 2), kv_lens=(130, 1, 0))
+RAGGED = replace(UNIFORM, q_lens=(1, 0, 3), kv_lens=(130, 64, 2), block_size=16)
+ORACLES = ("value", "lse", "empty_rows", "poison", "inputs_unchanged")
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, empty: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request: query [s h d], keys [j d], values [j v] → out [s h v], lse [h s], ``empty`` where unseen."""
+    s, j = query.shape[0], keys.shape[0]
+    seen = torch.arange(j) <= torch.arange(s)[:, None] + (j - s)
+    scores = scale * torch.einsum("shd,jd->hsj", query.float(), keys.float())
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0) if j else scores
+    lse = torch.logsumexp(scores, -1) if j else scores.new_full(scores.shape[:2], -torch.inf)
+    out = torch.einsum("hsj,jv->shv", weights, values.float()).to(query.dtype)
+    return out, lse.masked_fill(lse == -torch.inf, empty)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def stand_in_flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paged, [b s h 576] queries, lse [b h s] and +inf on a row without a key, 576^-0.5 by default."""
+
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, *,
+        softmax_scale=None, causal=False,
+    ):  # fmt: skip
+        assert causal
+        assert tile_scheduler_metadata == "metadata"
+        assert k_cache.shape[1:] == (64, 1, 576)
+        scale = softmax_scale or q.shape[-1] ** -0.5
+        results = []
+        for query, table, length in zip(q, block_table, cache_seqlens.tolist(), strict=True):
+            keys = k_cache[table[: -(-length // 64)].long(), :, 0].flatten(0, 1)[:length]
+            results.append(attend(query, keys, keys[:, :head_dim_v], scale, torch.inf))
+        return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+
+    install(
+        monkeypatch,
+        "flash_mla",
+        get_mla_metadata=lambda: ("metadata", None),
+        flash_mla_with_kvcache=flash_mla_with_kvcache,
+    )
+
+
+def stand_in_flash_attn(
+    q, k_cache, v_cache, qv, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+    num_splits, return_softmax_lse,
+):  # fmt: skip
+    """Packed queries, lse [h t], -inf on a row without a key; contiguous where no page table is given."""
+    assert causal
+    assert return_softmax_lse
+    offsets, block_size = cu_seqlens_q.tolist(), k_cache.shape[1]
+    out, lse = torch.empty_like(qv), torch.empty(qv.shape[1], qv.shape[0])
+    for i, length in enumerate(cache_seqlens.tolist()):
+        rows = slice(offsets[i], offsets[i + 1])
+        pages = torch.tensor([i]) if page_table is None else page_table[i, : -(-length // block_size)].long()
+        k, v = (cache[pages, :, 0].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+        if page_table is None:
+            assert k_cache[i].isfinite().all(), "weights of 0 multiply dead rows too"
+        query = torch.cat([qv[rows], q[rows]], -1)
+        out[rows], lse[:, rows] = attend(query, torch.cat([v, k], -1), v, softmax_scale, -torch.inf)
+    return out, lse, None
+
+
+@pytest.fixture(params=[flash_attn_3.PAGED, flash_attn_3.CONTIGUOUS])
+def flash_attn_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    install(monkeypatch, request.param, flash_attn_with_kvcache=stand_in_flash_attn)
+    return request.param
+
+
+def verdicts(backend: Backend, case: Case, oracles: tuple[str, ...] = ORACLES) -> dict[str, str]:
+    """Problems of a backend that claims to be available: "variant oracle" -> what was found."""
+    judged = judge(replace(backend, requires=available), case, oracles=oracles)
+    return {f"{v.variant} {v.oracle}": f"{v.status} {v.detail} {v.worst}" for v in judged if v.status != PASS}
+
+
+def test_flash_mla(stand_in_flash_mla: None, seed: int) -> None:
+    assert verdicts(flash_mla.BACKEND, replace(UNIFORM, seed=seed)) == {}
+
+
+def test_flash_attn_3(flash_attn_module: str, seed: int) -> None:
+    for case in (UNIFORM, RAGGED):
+        assert verdicts(flash_attn_3.BACKEND, replace(case, seed=seed)) == {}
+
+
+@pytest.mark.parametrize("wrong", ["scale", "order", "layout", "infinity"])
+def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed: int) -> None:
+    def fn(*args):
+        inputs = problem(UNIFORM.problem).inputs(*args)
+        if wrong == "scale":
+            inputs = inputs._replace(softmax_scale=576**-0.5)
+        if wrong == "order":
+            inputs = inputs._replace(ql_nope=inputs.ql_nope.roll(64, -1))
+        out, lse = flash_mla.BACKEND.fn(*inputs)
+        if wrong == "layout":
+            lse = lse.reshape(3, 3, 2).transpose(1, 2).reshape(6, 3)
+        if wrong == "infinity":
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        return out, lse
+
+    (lse,) = judge(replace(flash_mla.BACKEND, fn=fn, requires=available), UNIFORM, oracles=["lse"])
+    assert lse.status == FAIL
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "reason"),
+    [
+        (flash_mla.BACKEND, RAGGED, "one positive length"),
+        (flash_mla.BACKEND, replace(UNIFORM, block_size=16), "takes 64"),
+        (flash_mla.BACKEND, replace(UNIFORM, cache_format="fp8_e4m3"), "bf16 or fp16 throughout"),
+        (flash_mla.BACKEND, replace(UNIFORM, layout=CacheLayout(offset=2)), "offset of 2 bytes"),
+        (flash_mla.BACKEND, replace(UNIFORM, config=replace(CONFIG, qk_rope_head_dim=32)), "r=32"),
+        (flash_attn_3.BACKEND, replace(UNIFORM, config=replace(CONFIG, qk_rope_head_dim=0)), "r=0"),
+        (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float32"), "float32 queries"),
+        (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float16", cache_format="fp16"), "without float16"),
+    ],
+)
+def test_unsupported_says_why(backend: Backend, case: Case, reason: str) -> None:
+    assert reason in (backend.supports(case) or "")
+    assert {v.status for v in judge(replace(backend, requires=available), case)} == {UNSUPPORTED}

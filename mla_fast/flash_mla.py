@@ -23,7 +23,7 @@ from mla_ref.problems.latent_attention import PROBLEM
 
 LATENT, ROPE, BLOCK = 512, 64, 64
 FORMATS = {"bf16": "bfloat16", "fp16": "float16"}
-ALIGNMENT = 16  # bytes, of every address and stride that the copy engine sees
+ALIGNMENT = 16  # bytes, of what the copy engine addresses
 
 
 def requires(device: str) -> str | None:
@@ -94,14 +94,8 @@ BACKEND = Backend(
     "mla_fast.flash_mla",
     "latent_attention",
     flash_mla,
-    Numerics(
-        p=INPUT,
-        shared_p=False,
-        sum_rounded_p=False,
-        partial=FLOAT32,
-        max_splits=160,  # the most that its merge kernel is built for
-        min_tile=BLOCK,
-    ),
+    # 160 splits are the most that its merge kernel is built for.
+    Numerics(p=INPUT, shared_p=False, sum_rounded_p=False, partial=FLOAT32, max_splits=160, min_tile=BLOCK),
     requires=requires,
     supports=supports,
 )

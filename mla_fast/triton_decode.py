@@ -188,6 +188,7 @@ def choose_tile(tiles: tuple[Tile, ...], num_rows: int, block_size: int) -> Tile
     return tile
 
 
+@functools.cache
 def choose_splits(num_programs: int, max_tiles: int, num_units: int) -> int:
     """The fewest splits that keep ``num_units`` about as busy as any number of splits could."""
     limit = min(MAX_SPLITS, max(1, max_tiles // MIN_TILES))

@@ -32,7 +32,7 @@ ORACLES = ("value", "lse", "empty_rows", "poison", "inputs_unchanged")
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, empty: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request: [s h d], [j d], [j v] → out [s h v], lse [h s], which is ``empty`` where nothing is seen."""
+    """One request: [s h d], [j d], [j v] → out [s h v], lse [h s]; ``empty`` where a row sees nothing."""
     s, j = query.shape[0], keys.shape[0]
     seen = torch.arange(j) <= torch.arange(s)[:, None] + (j - s)
     scores = scale * torch.einsum("shd,jd->hsj", query.float(), keys.float())

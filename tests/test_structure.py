@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mla_ref.problem import problems
-from oracles.tables import MARKED, TABLES, pages, refresh
+from oracles.tables import MARKED, TABLES, main, pages, refresh
 from oracles.verify import backends
 
 ROOT = Path(__file__).parent.parent
@@ -176,3 +176,19 @@ def test_tables_are_current(page):
 def test_every_scan_has_its_table_in_the_docs():
     marked = {match[2] for page in pages(ROOT) for match in MARKED.finditer(page.read_text(encoding="utf-8"))}
     assert marked == set(TABLES)
+
+
+def test_stale_tables_are_made_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- table: regimes -->\nstale\n<!-- end -->\nafter\n", encoding="utf-8")
+    main()
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n<!-- table: regimes -->\n| regime | values |\n| --- | --- |\n| plain |")
+    assert text.endswith("|\n<!-- end -->\nafter\n")
+    assert "stale" not in text
+
+
+def test_a_mark_must_name_a_table():
+    with pytest.raises(ValueError, match="table 'nope' is not one of problems, backends"):
+        refresh("<!-- table: nope -->\n<!-- end -->")

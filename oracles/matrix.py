@@ -11,12 +11,12 @@ The lengths hold 0, 1, block - 1, block, block + 1, primes, idle requests, rows 
 mixes; heads run from 1 to 128, each model sharded to as many, or to the largest divisor below. The hidden
 width and the rank of the query, which only a whole layer sees, and only as lengths of projections, are cut.
 
-A backend's own function is tried on every case, and its variants take turns. What one run shows is judged on
-every case, and the oracles that run an implementation again take turns. Each meets all four stages.
+A backend's own function is tried on every case, and its variants take turns: each meets all four stages. What
+one run shows is judged on every case; of the oracles that run an implementation again, each case meets one.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,7 +37,16 @@ from oracles.verify import find_backend, oracles_for
 KV_SCALE, V_SCALE = 0.0173, 0.0291
 
 # The oracles that judge one run. All others run the implementation again, on inputs of their own.
-OF_ONE_RUN = ("contract", "value", "lse", "empty_rows", "inputs_unchanged", "stored", "allocation")
+OF_ONE_RUN = (
+    "contract",
+    "value",
+    "lse",
+    "empty_rows",
+    "inputs_unchanged",
+    "stored",
+    "allocation",
+    "rope_norm",
+)
 
 # No multiples of a tile.
 MAX_HIDDEN, MAX_QUERY_RANK = 328, 104
@@ -153,7 +162,7 @@ def _case(i: int, problem: str, config: MLAConfig, fmt: CacheFormat, seed: int) 
         regime=row.regime,
         kv_scale=KV_SCALE if fmt.per_tensor_scale else 1.0,
         seed=seed + i,
-        num_kv_heads=(1, heads, math.gcd(heads, 2))[i % 3],
+        num_kv_heads=math.gcd(heads, (1, 4, 2)[i % 3]),
         v_scale=V_SCALE if fmt.per_tensor_scale else 1.0,
         kv_layout=tuple(KV_ORDERS.values())[i % len(KV_ORDERS)],
     )
@@ -162,7 +171,8 @@ def _case(i: int, problem: str, config: MLAConfig, fmt: CacheFormat, seed: int) 
 class Job(NamedTuple):
     """One case, the backends that are tried on it, and the oracles that judge them, all by name.
 
-    turn: (i, n) where this is the i-th of n turns that variants take; None: all of them are tried.
+    turn: which of the matrix's cases this is, and how many there are, where variants and oracles take turns;
+        None: all of them are tried.
     """
 
     case: Case
@@ -172,13 +182,23 @@ class Job(NamedTuple):
     turn: tuple[int, int] | None = None
 
 
-def whose_turn(names: Iterable[str], turn: tuple[int, int] | None) -> list[str]:
-    """Those of the names that belong to a turn; over all turns each has its own."""
-    queue = list(names)
-    if turn is None or not queue:
-        return queue
-    at, num_turns = turn[0], min(turn[1], len(queue))
-    return [name for k, name in enumerate(queue) if k % num_turns == at % num_turns]
+def trials(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Which of a backend's functions are tried, its own being "", and the oracles that judge each of them."""
+    own = ""
+    if job.turn is None:
+        return [(name, job.oracles) for name in (own, *variants)]
+    at, of = (n // len(STAGES) for n in job.turn)
+    first = tuple(name for name in job.oracles if name in OF_ONE_RUN)
+    again = whose_turn([name for name in job.oracles if name not in OF_ONE_RUN], at, of)
+    tried = [own, *whose_turn(variants, at, of)]
+    whose = own if job.turn[0] % 2 == 0 or not variants else tried[1]
+    return [(name, first + tuple(again if name == whose else ())) for name in tried]
+
+
+def whose_turn(names: Sequence[str], at: int, of: int) -> list[str]:
+    """Those of the names that belong to turn ``at`` of ``of``; over all turns each has its own."""
+    num_turns = max(min(of, len(names)), 1)
+    return [name for k, name in enumerate(names) if k % num_turns == at % num_turns]
 
 
 def jobs_of(
@@ -205,17 +225,11 @@ def jobs_of(
     jobs = []
     for contract in problems:
         able = tuple(spec for spec, name in implemented.items() if name == contract.name)
-        names = [o.name for o in oracles_for(contract) if oracles is None or o.name in oracles]
-        if not (able and names):
-            continue
-        cases = matrix(contract, configs, formats, seed)
-        num_turns = -(-len(cases) // len(STAGES))
-        for i, case in enumerate(cases):
-            turn = None if full else (i // len(STAGES), num_turns)
-            again = whose_turn((name for name in names if name not in OF_ONE_RUN), turn)
-            claims = tuple(name for name in names if name in OF_ONE_RUN or name in again)
-            if claims:
-                jobs.append(Job(case, able, claims, device, turn))
+        claims = tuple(o.name for o in oracles_for(contract) if oracles is None or o.name in oracles)
+        if able and claims:
+            cases = matrix(contract, configs, formats, seed)
+            turns = (None if full else (i, len(cases)) for i in range(len(cases)))
+            jobs += [Job(case, able, claims, device, turn) for case, turn in zip(cases, turns, strict=True)]
     return jobs
 
 

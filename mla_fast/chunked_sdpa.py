@@ -10,7 +10,8 @@ Not supported: queries that are not bf16 or fp16, values wider than keys, more t
 that are no multiple of 8.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 import torch
@@ -53,6 +54,21 @@ def fold(
     total = old + new
     merged = ((old / total)[..., None] * out.float()).addcmul_((new / total)[..., None], part.float())
     return merged.to(out.dtype), top + torch.log(total)
+
+
+@contextlib.contextmanager
+def float32_sums() -> Iterator[None]:
+    """Products of 16-bit matrices are summed in float32 and rounded once, partial sums never."""
+    flags = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(flags, name) for name in names}
+    try:
+        for name in names:
+            setattr(flags, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(flags, name, value)
 
 
 def chunked_by(rows_of: Callable[[list[int], int], int]) -> Callable[..., AttentionOutput]:
@@ -98,7 +114,8 @@ def chunked_by(rows_of: Callable[[list[int], int], int]) -> Callable[..., Attent
 
         def expand(latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """Joined keys and padded values [j h p+r] of rows [j c+r]."""
-            expanded = (latent[:, :c] @ kv_b.T).view(-1, h, p + v)
+            with float32_sums():
+                expanded = (latent[:, :c] @ kv_b.T).view(-1, h, p + v)
             key = torch.cat([expanded[..., :p], latent[:, None, c:].expand(-1, h, -1)], dim=-1)
             return key, torch.nn.functional.pad(expanded[..., p:], (0, p + r - v))
 

@@ -11,21 +11,26 @@ from multiprocessing import get_context
 
 import torch
 
-from oracles.matrix import Job, whose_turn
+from mla_ref.backend import Backend
+from oracles.matrix import Job, trials
 from oracles.verdict import CRASH, Verdict
-from oracles.verify import find_backend, judge
+from oracles.verify import DEFAULT, find_backend, judge
 
 
 def judge_job(job: Job) -> list[Verdict]:
     """Every verdict of one job, backend by backend, under the names by which they were asked for."""
-    verdicts: list[Verdict] = []
-    for spec in job.specs:
-        backend = find_backend(spec)
-        variants = {name: backend.variants[name] for name in whose_turn(backend.variants, job.turn)}
-        backend = replace(backend, variants=variants)
-        judged = judge(backend, job.case, device=job.device, oracles=job.oracles)
-        verdicts += [replace(verdict, backend=spec) for verdict in judged]
-    return verdicts
+    return [
+        replace(verdict, backend=spec, variant=name or DEFAULT)
+        for spec in job.specs
+        for backend in (find_backend(spec),)
+        for name, oracles in trials(job, tuple(backend.variants))
+        for verdict in judge(_alone_with(backend, name), job.case, device=job.device, oracles=oracles)
+    ]
+
+
+def _alone_with(backend: Backend, variant: str) -> Backend:
+    """The backend with one function: its own, or that of a variant."""
+    return replace(backend, fn=backend.variants[variant] if variant else backend.fn, variants={})
 
 
 def judge_all(

@@ -18,7 +18,7 @@ from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from mla_ref.values import REGIMES
 from oracles.cli import main
-from oracles.matrix import OF_ONE_RUN, STAGES, jobs_of, matrix, whose_turn
+from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
 from oracles.oracle import rules
 from oracles.verdict import Verdict
 from oracles.verify import backends, judge
@@ -349,15 +349,13 @@ def test_the_default_matrix_covers_what_it_promises():
 
 
 def test_every_variant_and_every_claim_has_its_turn():
-    """Turns thin the matrix out; what they leave must still hold everything, and variants in all four stages.
-
-    So are claims about one run; of those that cost more, no case meets more than one.
-    """
+    """Turns thin the matrix out; what they leave still has every variant in every stage, and every claim in each
+    stage on some function of every backend."""
     met = {}
-    for name, contract in problems().items():
+    for backend in backends().values():
         todo = jobs_of(
-            specs=list(backends()),
-            problems=[contract],
+            specs=[backend.name],
+            problems=[problems()[backend.problem]],
             configs=list(PRESETS.values()),
             formats=list(formats().values()),
             oracles=None,
@@ -366,26 +364,26 @@ def test_every_variant_and_every_claim_has_its_turn():
         )
         for i, job in enumerate(todo):
             stage = i % len(STAGES)
-            for spec in job.specs:
-                for variant in whose_turn(backends()[spec].variants, job.turn):
-                    met.setdefault((spec, variant), set()).add(stage)
-            assert len(set(job.oracles) - set(OF_ONE_RUN)) <= 1
-            for oracle in job.oracles:
-                met.setdefault((name, oracle), set()).add(stage)
-    for backend in backends().values():
-        assert all(len(met[backend.name, variant]) == len(STAGES) for variant in backend.variants)
-        judging = [o for o in rules().values() if not o.problems or backend.problem in o.problems]
-        for oracle in judging:
-            assert len(met[backend.problem, oracle.name]) >= (len(STAGES) if oracle.name in OF_ONE_RUN else 1)
+            for variant, oracles in trials(job, tuple(backend.variants)):
+                met.setdefault((backend.name, variant), set()).add(stage)
+                for oracle in oracles:
+                    met.setdefault((backend.name, oracle), set()).add(stage)
+        judging = [o.name for o in rules().values() if not o.problems or backend.problem in o.problems]
+        for name in ("", *backend.variants, *judging):
+            assert len(met[backend.name, name]) == len(STAGES), (backend.name, name)
 
 
 def test_turns_leave_nothing_out():
     for count in range(12):
         names = [str(k) for k in range(count)]
-        for num_turns in range(1, 14):
-            dealt = [whose_turn(names, (i, num_turns)) for i in range(num_turns)]
+        for of in range(1, 14):
+            dealt = [whose_turn(names, at, of) for at in range(of)]
             assert {name for turn in dealt for name in turn} == set(names)
-        assert whose_turn(names, None) == names
+
+
+def test_without_turns_everything_is_tried():
+    job = Job(None, (), ("value", "poison"), "cpu", None)
+    assert trials(job, ("a", "b")) == [("", job.oracles), ("a", job.oracles), ("b", job.oracles)]
 
 
 @pytest.mark.parametrize("name", sorted(rules()))

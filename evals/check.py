@@ -32,8 +32,11 @@ class Row(NamedTuple):
     detail: str
 
 
-def rows(folder: Path) -> Iterator[Row]:
-    """Tiers 1 and 2 of each path. Triton's needs TRITON_INTERPRET=1 before triton is imported."""
+def rows(folder: Path, out: Path) -> Iterator[Row]:
+    """Tiers 1 and 2 of each path, then tier 3 of one, whose runs are written to ``out``.
+
+    Triton's path needs TRITON_INTERPRET=1 before triton is imported.
+    """
     noise = measured_noise(folder)
     model, texts = load(folder), texts_of(folder)[::2]
     for planted in right(noise["kv_scale"]):
@@ -43,6 +46,7 @@ def rows(folder: Path) -> Iterator[Row]:
     for planted in bugs(noise["kv_scale"]):
         if planted.name in WRONG:
             yield _row(planted, FAIL, model, texts, noise)
+    yield answers(folder, out)
 
 
 def _triton(model: Model, texts: list[Text], noise: dict[str, object]) -> Row:

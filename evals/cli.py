@@ -102,8 +102,7 @@ def check(checkpoint: Folder = "mini") -> None:
 
     wrong = 0
     with _refusing("check"), TemporaryDirectory() as out:
-        folder = _checkpoint(checkpoint)
-        for row in (*checks.rows(folder), checks.answers(folder, Path(out))):
+        for row in checks.rows(_checkpoint(checkpoint), Path(out)):
             wrong += row.outcome not in ("", row.expected)
             typer.echo(
                 f"{row.name:36} expected {row.expected:4}  {row.outcome or 'not run':12}  {row.detail}"

@@ -51,12 +51,17 @@ SCALE_BYTES = 4  # of a tile's float32 scale, which is read from an aligned addr
 
 
 class Tile(NamedTuple):
-    """Query rows and keys of one step, warps that share it, and steps that are loaded ahead."""
+    """Query rows and keys of one step, warps that share it, and steps that are loaded ahead.
+
+    scattered: keys of a step where no block holds a whole number of tiles and every key has an address of its
+    own, for which there may be no registers; 0: as many.
+    """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    scattered: int = 0
 
 
 class Tiles(NamedTuple):
@@ -68,8 +73,8 @@ class Tiles(NamedTuple):
 
 # Chosen for no spilled registers at c = 512, r = 64. A dequantised tile passes through registers, so it gets
 # few rows.
-HOPPER = Tiles((Tile(16, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)), (Tile(16, 64, 8, 2),))
-BLACKWELL = Tiles((Tile(16, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)), (Tile(16, 64, 8, 2),))
+HOPPER = Tiles((Tile(16, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2, 32)), (Tile(16, 64, 8, 2, 32),))
+BLACKWELL = Tiles((Tile(16, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2)), (Tile(16, 64, 8, 2, 32),))
 AMPERE = Tiles((Tile(16, 64, 8, 2), Tile(32, 32, 8, 2)), (Tile(16, 32, 8, 2),))
 SMALL = Tiles((Tile(16, 64, 8, 2), Tile(32, 32, 8, 2)), (Tile(16, 16, 8, 2),))  # 99 KiB of shared memory
 # Few, large steps: the interpreter's time goes by operations, not by elements.
@@ -182,9 +187,8 @@ def _device(device: torch.device) -> Device:
 def choose_tile(tiles: tuple[Tile, ...], num_rows: int, block_size: int) -> Tile:
     """The smallest tile that holds ``num_rows``, or the largest."""
     tile = next((tile for tile in tiles if tile.rows >= num_rows), tiles[-1])
-    if tile.rows * tile.keys > 2048 and block_size % tile.keys:
-        # Keys of several blocks have an address each, and beside 64 rows there are no registers for 64.
-        return tile._replace(keys=32)
+    if tile.scattered and block_size % tile.keys:
+        return tile._replace(keys=tile.scattered)
     return tile
 
 

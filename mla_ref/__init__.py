@@ -9,4 +9,5 @@ The dimension key, used in einsum strings, shape comments and contracts:
     n block of the pool  k slot in a block           (block_size)
     m column of a table  e element of a cache entry
     j key of a request   d hidden channel            (hidden_size)
+    g key/value head     x key channel of a head     (qk_head_dim, where keys are cached)
 """

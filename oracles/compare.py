@@ -10,7 +10,10 @@ import torch
 from oracles.bounds import Admissible, spacing
 from oracles.verdict import Finding, Worst
 
-WORDS = {"b": "request", "h": "head", "n": "block", "k": "slot", "m": "column", "j": "key", "e": "element"}
+WORDS = {
+    **{"b": "request", "h": "head", "g": "key/value head", "n": "block"},
+    **{"k": "slot", "m": "column", "j": "key", "e": "element"},
+}
 
 
 # The letters of a tensor's axes, or a function that words an index.

@@ -11,8 +11,14 @@ from oracles.bounds import Admissible, spacing
 from oracles.verdict import Finding, Worst
 
 WORDS = {
-    **{"b": "request", "h": "head", "g": "key/value head", "n": "block"},
-    **{"k": "slot", "m": "column", "j": "key", "e": "element"},
+    "b": "request",
+    "h": "head",
+    "g": "key/value head",
+    "n": "block",
+    "k": "slot",
+    "m": "column",
+    "j": "key",
+    "e": "element",
 }
 
 

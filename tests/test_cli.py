@@ -349,7 +349,7 @@ def test_the_default_matrix_covers_what_it_promises():
 
 
 def test_every_variant_and_every_claim_has_its_turn():
-    """Turns thin the matrix out; what they leave still has every variant in every stage, and every claim in each
+    """Turns thin the matrix out. What they leave has every variant in every stage, and every claim in each
     stage on some function of every backend."""
     met = {}
     for backend in backends().values():

@@ -85,9 +85,12 @@ def judge(
     contract = problem(case.problem)
     wanted = oracles_for(contract, oracles)
     variants = {DEFAULT: backend.fn, **backend.variants}
-    status, reason = UNAVAILABLE, backend.requires(torch.device(device).type)
-    if reason is None:
-        status, reason = UNSUPPORTED, contract.why_not(case) or backend.supports(case)
+    try:
+        status, reason = UNAVAILABLE, backend.requires(torch.device(device).type)
+        if reason is None:
+            status, reason = UNSUPPORTED, contract.why_not(case) or backend.supports(case)
+    except Exception as error:
+        status, reason = ERROR, f"{type(error).__name__}: {_line(error)}"
     if reason is not None:
         return [_verdict(status, backend, v, o, case, device, reason) for v in variants for o in wanted]
     return [

@@ -201,6 +201,16 @@ def test_an_implementation_that_raises_is_an_error_with_its_message(stranger, ca
     assert re.search(r"^ERROR .*\n.*\n +why +KeyError: 'lost'$", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("question", ["requires", "supports"])
+def test_a_backend_that_raises_when_it_is_asked_is_an_error(question, stranger, capsys):
+    asked = f"{question}=lambda _: 1 / 0"
+    source = STRANGER.format(mistake="") + f'\nASKED = Backend("a", "latent_attention", decode, {asked})\n'
+    assert main(["run", "--backend", f"{stranger(source)}:ASKED", *SMALL, "--oracle", "value"]) == 1
+    assert re.search(
+        r"^ERROR .*\n.*\n +why +ZeroDivisionError: division by zero$", capsys.readouterr().out, re.M
+    )
+
+
 def test_a_kernel_that_kills_its_process_is_a_crash_and_the_rest_goes_on(stranger, tmp_path, capsys):
     deadly = "    if ql_nope.shape[1] == 1 and len(cache_seqlens) == 1:\n        os._exit(139)\n"
     source = "import os\n" + STRANGER.format(mistake="").replace(

@@ -261,7 +261,7 @@ BAD_INPUT = [
     (["run", "--preset", "deepseek-v33"], r"preset 'deepseek-v33' is not known; did you mean .*deepseek-v3"),
     (["run", "--format", "int3"], r"cache format 'int3' is not one of bf16"),
     (["run", "--problem", "nope"], r"problem 'nope' is not one of attention"),
-    (["run", "--oracle", "nope"], r"oracle 'nope' is not one of contract"),
+    (["run", "--oracle", "nope"], r"oracle 'nope' is not one of .*contract, "),
     (["run", "--by", "nope"], r"--by 'nope' is not one of problem, preset, format, oracle"),
     (["run", "--backend", "nope"], r"backend 'nope': "),
     (["run", "--require", "nope"], r"backend 'nope': "),

@@ -96,39 +96,45 @@ def latent_spec(
     )
 
 
-# What is alive while chunked prefill attends to one workspace of context, by what its kernel is given.
+# What chunked prefill has alive at one time for one workspace of context, by what its kernel is given. Where
+# there are two phases, the larger one counts.
 #   profile: what vLLM's profile run sees, which is what the cache is sized beside.
 #   direct:  the kernel reads keys and values where the up-projection wrote them, and the shared rope rows.
 #   joined:  each head's nope and rope channels are first concatenated into keys.
-#   padded:  and its values padded to the width of the keys, for kernels with one width.
-PREFILLS: dict[str, tuple[str, ...]] = {
-    "profile": ("workspace", "kv_b output", "hidden states"),
-    "direct": ("workspace", "kv_b output", "queries", "partial results"),
-    "joined": ("workspace", "kv_b output", "joined keys", "queries", "partial results"),
-    "padded": ("workspace", "kv_b output", "joined keys", "padded values", "queries", "partial results"),
+#   padded:  and its values padded to the width of the keys, for kernels with one width; the up-projection's
+#            output is dead by then.
+PREFILLS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "profile": (("workspace", "kv_b output", "hidden states"),),
+    "direct": (("workspace", "kv_b output", "queries", "running state", "chunk's state"),),
+    "joined": (("workspace", "kv_b output", "joined keys", "queries", "running state", "chunk's state"),),
+    "padded": (
+        ("workspace", "kv_b output", "joined keys", "padded values", "queries", "running state"),
+        ("workspace", "joined keys", "padded values", "queries", "running state", "chunk's state"),
+    ),
 }
 
 
 def prefill_parts(config: MLAConfig, rows: int, tokens: int, itemsize: int, prefill: str) -> dict[str, int]:
-    """Bytes of each part of ``PREFILLS[prefill]``: ``rows`` of context against ``tokens`` new ones.
+    """Bytes of each part at the peak of ``prefill``: ``rows`` of context against ``tokens`` new ones.
 
-    config: the rank's shard. itemsize: of activations. Partial results are the running state and the chunk's:
-    out in the activations' type, and its lse in float32.
+    config: the rank's shard. itemsize: of activations, and of the output in a state, whose lse is float32.
     """
+    if prefill not in PREFILLS:
+        raise ValueError(f"prefill {prefill!r} is not one of {', '.join(PREFILLS)}")
     h, p, r, v = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    width = max(p + r, v) if prefill == "padded" else v
-    parts = {
+    padded = max(p + r, v)
+    sizes = {
         "workspace": rows * (config.kv_lora_rank + r) * itemsize,
         "kv_b output": rows * h * (p + v) * itemsize,
         "joined keys": rows * h * (p + r) * itemsize,
-        "padded values": rows * h * width * itemsize,
+        "padded values": rows * h * padded * itemsize,
         "queries": tokens * h * (p + r) * itemsize,
-        "partial results": tokens * h * ((v + width) * itemsize + 2 * 4),
+        "running state": tokens * h * (v * itemsize + 4),
+        "chunk's state": tokens * h * ((padded if prefill == "padded" else v) * itemsize + 4),
         "hidden states": tokens * config.hidden_size * itemsize,
     }
-    if prefill not in PREFILLS:
-        raise ValueError(f"prefill {prefill!r} is not one of {', '.join(PREFILLS)}")
-    return {name: parts[name] for name in PREFILLS[prefill]}
+    phases = [{name: sizes[name] for name in phase} for phase in PREFILLS[prefill]]
+    return max(phases, key=lambda phase: sum(phase.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,9 @@
 """Bytes, blocks and budgets: the published figures, and the planner against what an allocator takes."""
 
+import json
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -297,7 +299,32 @@ def test_v2_lite_by_part(tp: int, cap: int, mebibytes: tuple[int, ...]):
     rows = workspace_rows(16_384, 256, 64, cap)
     parts = prefill_parts(V2_LITE.shard(tp), rows, 2048, 2, "padded")
     assert tuple(parts.values())[:4] == tuple(size * MIB for size in mebibytes)
-    assert list(parts) == list(PREFILLS["padded"])
+    assert tuple(parts) == PREFILLS["padded"][0]
+
+
+def test_many_new_tokens_move_the_peak_to_the_attention():
+    """Then the chunk's own state is larger than the up-projection's output, which is dead."""
+    shard = R1.shard(8)
+    tokens = 4096 * (128 + 128) * 2 // (192 * 2 + 4)
+    assert "kv_b output" in prefill_parts(shard, 4096, tokens, 2, "padded")
+    assert "chunk's state" in prefill_parts(shard, 4096, tokens + 1, 2, "padded")
+
+
+def test_measured_on_an_h200():
+    """torch's peak of ``mla_fast.chunked_sdpa`` is the plan and a copy of W_UK and W_UV: under 2 % more."""
+    recorded = json.loads((Path(__file__).parent.parent / "docs/results/capacity-h200.json").read_text())
+    assert len(recorded["peaks"]) >= 5
+    for peak in recorded["peaks"]:
+        shard = preset(peak["model"]).shard(peak["tp"])
+        parts = prefill_parts(shard, peak["rows"], peak["tokens"], 2, "padded")
+        planned = sum(parts.values())
+        weights = shard.num_heads * (shard.qk_nope_head_dim + shard.v_head_dim) * shard.kv_lora_rank * 2
+        assert 0 <= peak["measured"] - planned - weights < 2**20
+        assert (peak["measured"] - planned) * 50 <= planned
+    profile = recorded["profile"]
+    assert profile["measured"] == sum(prefill_parts(R1.shard(8), EARLIER_CAP, 2048, 2, "profile").values())
+    for pool in recorded["pools"].values():
+        assert pool["requested"] == pool["planned"]
 
 
 def test_two_figures_of_one_comment_that_cannot_both_hold():

@@ -13,6 +13,7 @@ another type than the query's, GPUs other than Hopper.
 import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -76,28 +77,51 @@ def with_splits(num_splits: int) -> Callable[..., AttentionOutput]:
         Error: float32 scores, sums and partial results; weights rounded to the query's type.
         Source: Dao-AILab/flash-attention, hopper/flash_api.cpp and hopper/softmax.h.
         """
-        name, c = installed(), ql_nope.shape[2]
-        if name is None:
-            raise ValueError(f"neither {PAGED} nor {CONTIGUOUS} is installed")
-        paged = name == PAGED
-        cache = kv_cache if paged else contiguous(kv_cache, block_table, cache_seqlens)
-        out, lse, *_ = importlib.import_module(name).flash_attn_with_kvcache(
+        c = ql_nope.shape[2]
+        cache = kv_cache
+        if installed() == CONTIGUOUS:
+            cache = contiguous(kv_cache, block_table, cache_seqlens)
+        return attend(
             q_pe,
             cache[..., None, c:],
             cache[..., None, :c],
-            qv=ql_nope,
-            cache_seqlens=cache_seqlens.contiguous(),
-            page_table=block_table.contiguous() if paged else None,
-            cu_seqlens_q=cu_seqlens_q.contiguous(),
+            block_table,
+            cu_seqlens_q,
+            cache_seqlens,
             max_seqlen_q=max_seqlen_q,
             softmax_scale=softmax_scale,
-            causal=True,
             num_splits=num_splits,
-            return_softmax_lse=True,
+            qv=ql_nope,
         )
-        return AttentionOutput(out, lse.transpose(0, 1))
 
     return flash_attn_3
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    **options: Any,
+) -> AttentionOutput:
+    """FlashAttention-3's answer over pages, or over what ``contiguous`` made of them where it takes none."""
+    name = installed()
+    if name is None:
+        raise ValueError(f"neither {PAGED} nor {CONTIGUOUS} is installed")
+    out, lse, *_ = importlib.import_module(name).flash_attn_with_kvcache(
+        query,
+        key,
+        value,
+        cache_seqlens=cache_seqlens.contiguous(),
+        page_table=block_table.contiguous() if name == PAGED else None,
+        cu_seqlens_q=cu_seqlens_q.contiguous(),
+        causal=True,
+        return_softmax_lse=True,
+        **options,
+    )
+    return AttentionOutput(out, lse.transpose(0, 1))
 
 
 def contiguous(pages: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> torch.Tensor:
@@ -111,11 +135,13 @@ def contiguous(pages: torch.Tensor, block_table: torch.Tensor, cache_seqlens: to
 
 flash_attn_3 = with_splits(0)
 
+NUMERICS = Numerics(p=INPUT, sum_rounded_p=False, partial=FLOAT32, max_splits=128, min_tile=64)
+
 BACKEND = Backend(
     "mla_fast.flash_attn_3",
     "latent_attention",
     flash_attn_3,
-    Numerics(p=INPUT, sum_rounded_p=False, partial=FLOAT32, max_splits=128, min_tile=64),
+    NUMERICS,
     requires=requires,
     supports=supports,
     variants={"splits_1": with_splits(1), "splits_5": with_splits(5)},

@@ -9,16 +9,24 @@ that are no multiple of 8, e4m3 pages (they want e4m3 queries), caches of anothe
 strides that are no multiple of 16 bytes, GPUs other than Hopper.
 """
 
-import importlib
 from collections.abc import Callable
 
 import torch
 
-from mla_fast.flash_attn_3 import ALIGNMENT, CONTIGUOUS, FORMATS, PAGED, contiguous, installed, requires
+from mla_fast.flash_attn_3 import (
+    ALIGNMENT,
+    CONTIGUOUS,
+    FORMATS,
+    NUMERICS,
+    PAGED,
+    attend,
+    contiguous,
+    installed,
+    requires,
+)
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.formats import cache_format
-from mla_ref.numerics import FLOAT32, INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
 from mla_ref.problems.paged_attention import PROBLEM
 
@@ -68,25 +76,20 @@ def with_splits(num_splits: int) -> Callable[..., AttentionOutput]:
         Error: float32 scores, sums and partial results; weights rounded to the query's type.
         Source: Dao-AILab/flash-attention, hopper/flash_api.cpp and hopper/softmax.h.
         """
-        name = installed()
-        if name is None:
-            raise ValueError(f"neither {PAGED} nor {CONTIGUOUS} is installed")
-        paged, caches = name == PAGED, (key_cache, value_cache)
-        key, value = caches if paged else (contiguous(x, block_table, cache_seqlens) for x in caches)
-        out, lse, *_ = importlib.import_module(name).flash_attn_with_kvcache(
+        key, value = key_cache, value_cache
+        if installed() == CONTIGUOUS:
+            key, value = (contiguous(x, block_table, cache_seqlens) for x in (key, value))
+        return attend(
             query,
             key,
             value,
-            cache_seqlens=cache_seqlens.contiguous(),
-            page_table=block_table.contiguous() if paged else None,
-            cu_seqlens_q=cu_seqlens_q.contiguous(),
+            block_table,
+            cu_seqlens_q,
+            cache_seqlens,
             max_seqlen_q=max_seqlen_q,
             softmax_scale=softmax_scale,
-            causal=True,
             num_splits=num_splits,
-            return_softmax_lse=True,
         )
-        return AttentionOutput(out, lse.transpose(0, 1))
 
     return flash_attn_3_paged
 
@@ -97,7 +100,7 @@ BACKEND = Backend(
     "mla_fast.flash_attn_3_paged",
     "paged_attention",
     flash_attn_3_paged,
-    Numerics(p=INPUT, sum_rounded_p=False, partial=FLOAT32, max_splits=128, min_tile=64),
+    NUMERICS,
     requires=requires,
     supports=supports,
     variants={"splits_1": with_splits(1), "splits_5": with_splits(5)},

@@ -13,27 +13,31 @@ The launch depends on shapes alone, never on a value on the device, so it can be
 A request's result depends on its batch through both choices. The variant ``batch_invariant`` fixes them.
 """
 
-import contextlib
 import functools
-import importlib.metadata
-import importlib.util
-import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from mla_fast._split_keys import (
+    LOG2_E,
+    MAX_SPLITS,
+    MIN_TILES,
+    Schedule,
+    Tile,
+    choose_splits,
+    device_of,
+    launching,
+    merge,
+    partial_results,
+    requires,
+)
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
 from mla_ref.numerics import FLOAT32, INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
 from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
-
-LOG2_E = 1.4426950408889634
-MAX_SPLITS = 128
-MIN_TILES = 2
 
 # Channels of one entry, padded to powers of two, that fit in shared memory with the tiles below.
 MAX_CHANNELS = 512 + 64
@@ -48,20 +52,6 @@ SCALING = {
 }
 TILE_CHANNELS = 128
 SCALE_BYTES = 4  # of a tile's float32 scale, which is read from an aligned address
-
-
-class Tile(NamedTuple):
-    """Query rows and keys of one step, warps that share it, and steps that are loaded ahead.
-
-    scattered: keys of a step where no block holds a whole number of tiles and every key has an address of its
-    own, for which there may be no registers; 0: as many.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    scattered: int = 0
 
 
 class Tiles(NamedTuple):
@@ -81,30 +71,6 @@ SMALL = Tiles((Tile(16, 64, 8, 2), Tile(32, 32, 8, 2)), (Tile(16, 16, 8, 2),))  
 INTERPRETED = Tiles(*2 * ((Tile(16, 128, 1, 1), Tile(64, 128, 1, 1)),))
 
 
-class Device(NamedTuple):
-    """What the launch needs to know about a device.
-
-    num_units: programs that run at a time. merge_elements: partial results that one merging program holds.
-    """
-
-    num_units: int
-    tiles: Tiles
-    merge_elements: int
-
-
-class Schedule(NamedTuple):
-    """How the work is divided, where it is not left to the defaults.
-
-    num_splits: splits of every request's keys, however short; None: by the size of the launch.
-    tile: of every launch; None: by the number of rows.
-    rows_by_heads: choose the tile for one token's heads, whatever the batch holds.
-    """
-
-    num_splits: int | None = None
-    tile: Tile | None = None
-    rows_by_heads: bool = False
-
-
 def tiles_of(major: int, minor: int) -> Tiles:
     """The tiles for a compute capability."""
     if major == 9:
@@ -112,41 +78,6 @@ def tiles_of(major: int, minor: int) -> Tiles:
     if major in (10, 11):
         return BLACKWELL
     return AMPERE if (major, minor) in ((8, 0), (8, 7)) else SMALL
-
-
-def requires(device: str) -> str | None:
-    """What is missing to run on this type of device."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-    if device == "cpu":
-        if not interpret:
-            return "on the CPU triton needs TRITON_INTERPRET=1, set before it is imported"
-        return _why_not_interpreted()
-    if device != "cuda":
-        return f"written for cuda, not for {device}"
-    if interpret:
-        return "TRITON_INTERPRET is set: kernels would be interpreted on the CPU"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    return None if capability >= (8, 0) else f"needs compute capability 8.0, this device has {capability}"
-
-
-def _why_not_interpreted() -> str | None:
-    import triton
-    from triton.runtime.interpreter import InterpretedFunction
-
-    numpy = importlib.metadata.version("numpy")
-    if not isinstance(triton.language.sum, InterpretedFunction):
-        return "triton was imported before TRITON_INTERPRET=1 was set"
-    if _version(triton.__version__) < (3, 7) and _version(numpy) >= (2, 4):
-        return f"triton {triton.__version__}'s interpreter needs numpy < 2.4, found {numpy}"
-    return None
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def supports(case: Case) -> str | None:
@@ -176,12 +107,10 @@ def _padded(channels: int) -> int:
 
 
 @functools.cache
-def _device(device: torch.device) -> Device:
+def _tiles(device: torch.device) -> Tiles:
     if device.type == "cpu":
-        return Device(4, INTERPRETED, 2**20)
-    properties = torch.cuda.get_device_properties(device)
-    tiles = tiles_of(properties.major, properties.minor)
-    return Device(properties.multi_processor_count, tiles, 2**13)
+        return INTERPRETED
+    return tiles_of(*torch.cuda.get_device_capability(device))
 
 
 def choose_tile(tiles: tuple[Tile, ...], num_rows: int, block_size: int) -> Tile:
@@ -193,14 +122,6 @@ def choose_tile(tiles: tuple[Tile, ...], num_rows: int, block_size: int) -> Tile
 
 
 @functools.cache
-def choose_splits(num_programs: int, max_tiles: int, num_units: int) -> int:
-    """The fewest splits that keep ``num_units`` about as busy as any number of splits could."""
-    limit = min(MAX_SPLITS, max(1, max_tiles // MIN_TILES))
-    waves = [num_programs * splits / num_units for splits in range(1, limit + 1)]
-    busy = [wave / -(-wave // 1) for wave in waves]
-    return next(i for i, share in enumerate(busy, start=1) if share >= 0.9 * max(busy))
-
-
 class _Cache(NamedTuple):
     """A cache as the kernel reads it: typed views of [n k …], the scale rule, the per-tensor scale."""
 
@@ -249,24 +170,21 @@ def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutpu
         return AttentionOutput(out, lse)
 
     cache = _typed_views(inputs.kv_cache, inputs.cache_format, c, r)
-    device = _device(query.device)
     batch, width = inputs.block_table.shape
     block_size = inputs.kv_cache.shape[1]
-    tiles = device.tiles.plain if cache.scaling == "none" else device.tiles.quantised
+    plain, quantised = _tiles(query.device)
+    tiles = plain if cache.scaling == "none" else quantised
     longest_rows = inputs.max_seqlen_q * num_heads
     tile = schedule.tile or choose_tile(
         tiles, num_heads if schedule.rows_by_heads else longest_rows, block_size
     )
     num_row_blocks = -(-longest_rows // tile.rows)
     num_splits = schedule.num_splits or choose_splits(
-        batch * num_row_blocks, -(-width * block_size // tile.keys), device.num_units
+        batch * num_row_blocks, -(-width * block_size // tile.keys), device_of(query.device).num_units
     )
 
-    partial_shape = (num_splits, num_rows) if num_splits > 1 else (0, 0)
-    partial_out = torch.empty((*partial_shape, c), dtype=torch.float32, device=query.device)
-    partial_max = torch.empty(partial_shape, dtype=torch.float32, device=query.device)
-    partial_sum = torch.empty(partial_shape, dtype=torch.float32, device=query.device)
-    with _launching(query.device):
+    partial = partial_results(num_splits, num_rows, c, query.device)
+    with launching(query.device):
         kernels._mla_decode_kernel[(batch * num_splits * num_row_blocks,)](
             query,
             inputs.q_pe,
@@ -279,9 +197,7 @@ def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutpu
             inputs.cache_seqlens.contiguous(),
             out,
             lse,
-            partial_out,
-            partial_max,
-            partial_sum,
+            *partial,
             inputs.softmax_scale * LOG2_E,
             num_heads,
             num_rows,
@@ -307,43 +223,8 @@ def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutpu
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if num_splits > 1:
-            splits, rows, channels = _merge_tile(num_splits, c, device.merge_elements)
-            kernels._merge_splits_kernel[(-(-num_rows // rows), -(-c // channels))](
-                out,
-                lse,
-                partial_out,
-                partial_max,
-                partial_sum,
-                num_rows,
-                C=c,
-                NUM_SPLITS=num_splits,
-                SPLITS_PADDED=splits,
-                ROWS=rows,
-                CHANNELS=channels,
-                num_warps=4,
-            )
+        merge(out, lse, partial)
     return AttentionOutput(out, lse)
-
-
-@contextlib.contextmanager
-def _launching(device: torch.device) -> Iterator[None]:
-    """Kernels go to ``device``, which need not be the current one."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-        return
-    with warnings.catch_warnings():
-        # The interpreter's loop bounds are arrays of one element, which numpy before 2.4 deprecates.
-        warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
-        yield
-
-
-def _merge_tile(num_splits: int, c: int, elements: int) -> tuple[int, int, int]:
-    """Splits (padded), rows and channels of one merging program: all partial results of a channel at once."""
-    splits = 1 << (num_splits - 1).bit_length()
-    channels = min(_padded(c), max(16, elements // splits))
-    return splits, max(1, elements // 2 // (splits * channels)), channels
 
 
 def scheduled(schedule: Schedule) -> Callable[..., AttentionOutput]:

@@ -12,15 +12,16 @@ from collections.abc import Callable
 
 import torch
 
-from mla_fast.triton_decode import (
+from mla_fast._split_keys import (
     LOG2_E,
     MAX_SPLITS,
     Schedule,
     Tile,
-    _device,
-    _launching,
-    _merge_tile,
     choose_splits,
+    device_of,
+    launching,
+    merge,
+    partial_results,
     requires,
 )
 from mla_ref.backend import Backend
@@ -71,14 +72,12 @@ def _launch(inputs: PagedAttentionInputs, schedule: Schedule) -> AttentionOutput
     _, block_size, g, v = inputs.value_cache.shape
     if reason := why_not(query.dtype, x, v):
         raise ValueError(reason)
-    from mla_fast._triton_decode_kernel import _merge_splits_kernel
     from mla_fast._triton_paged_kernel import _paged_attention_kernel
 
     out = torch.empty((t, h, v), dtype=query.dtype, device=query.device)
     lse = torch.empty((t, h), dtype=torch.float32, device=query.device)
     if t == 0:
         return AttentionOutput(out, lse)
-    device = _device(query.device)
     group, (batch, width) = h // g, inputs.block_table.shape
     num_rows = inputs.max_seqlen_q * group
     fp8 = inputs.key_cache.dtype == E4M3
@@ -87,15 +86,12 @@ def _launch(inputs: PagedAttentionInputs, schedule: Schedule) -> AttentionOutput
         tile = choose_tile(torch.cuda.get_device_capability(query.device)[0], num_rows, x, v, fp8)
     row_blocks = -(-num_rows // tile.rows)
     num_splits = schedule.num_splits or choose_splits(
-        batch * g * row_blocks, -(-width * block_size // tile.keys), device.num_units
+        batch * g * row_blocks, -(-width * block_size // tile.keys), device_of(query.device).num_units
     )
     key, value = (cache.view(torch.uint8) if fp8 else cache for cache in inputs[1:3])
-    partial_shape = (num_splits, t * h) if num_splits > 1 else (0, 0)
-    partial_out = torch.empty((*partial_shape, v), dtype=torch.float32, device=query.device)
-    partial_max = torch.empty(partial_shape, dtype=torch.float32, device=query.device)
-    partial_sum = torch.empty(partial_shape, dtype=torch.float32, device=query.device)
+    partial = partial_results(num_splits, t * h, v, query.device)
     x_head, x_rest = parts_of(x)
-    with _launching(query.device):
+    with launching(query.device):
         _paged_attention_kernel[(row_blocks, g * num_splits, batch)](
             query,
             key,
@@ -107,9 +103,7 @@ def _launch(inputs: PagedAttentionInputs, schedule: Schedule) -> AttentionOutput
             inputs.cache_seqlens.contiguous(),
             out,
             lse,
-            partial_out,
-            partial_max,
-            partial_sum,
+            *partial,
             inputs.softmax_scale * LOG2_E,
             t * h,
             num_splits,
@@ -131,22 +125,7 @@ def _launch(inputs: PagedAttentionInputs, schedule: Schedule) -> AttentionOutput
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if num_splits > 1:
-            splits, rows, channels = _merge_tile(num_splits, v, device.merge_elements)
-            _merge_splits_kernel[(-(-t * h // rows), -(-v // channels))](
-                out,
-                lse,
-                partial_out,
-                partial_max,
-                partial_sum,
-                t * h,
-                C=v,
-                NUM_SPLITS=num_splits,
-                SPLITS_PADDED=splits,
-                ROWS=rows,
-                CHANNELS=channels,
-                num_warps=4,
-            )
+        merge(out, lse, partial)
     return AttentionOutput(out, lse)
 
 

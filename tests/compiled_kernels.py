@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import KernelInterface
 
+from mla_fast import _split_keys
 from mla_fast import triton_decode as launcher
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
@@ -86,8 +87,9 @@ def usage(cubin: bytes) -> dict[str, int]:
 
 def compile_all(capability: int) -> None:
     triton.runtime.driver.set_active(target(capability)())
-    device = launcher.Device(132, launcher.tiles_of(*divmod(capability, 10)), 2**13)
-    launcher._device = lambda _: device
+    tiles = launcher.tiles_of(*divmod(capability, 10))
+    launcher._tiles = lambda _: tiles
+    launcher.device_of = _split_keys.device_of = lambda _: _split_keys.Device(132, 2**13)
     compiled = []
 
     def warm_up(kernel: KernelInterface, grid: tuple[int, ...]):

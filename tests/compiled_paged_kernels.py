@@ -11,8 +11,8 @@ import triton
 from compiled_kernels import target, usage
 from triton.runtime.jit import KernelInterface
 
+from mla_fast import _split_keys
 from mla_fast import triton_paged_attention as launcher
-from mla_fast.triton_decode import Device, Schedule, tiles_of
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.problem import problem
@@ -34,8 +34,7 @@ def case_of(x: int, v: int, cache_format: str) -> Case:
 
 def compile_all(capability: int) -> None:
     triton.runtime.driver.set_active(target(capability)())
-    device = Device(132, tiles_of(*divmod(capability, 10)), 2**13)
-    launcher._device = lambda _: device
+    launcher.device_of = _split_keys.device_of = lambda _: _split_keys.Device(132, 2**13)
     compiled = []
 
     def warm_up(kernel: KernelInterface, grid: tuple[int, ...]):
@@ -50,7 +49,7 @@ def compile_all(capability: int) -> None:
             for num_rows, num_splits in ((4, 3), (512, 1)):
                 tile = launcher.choose_tile(capability // 10, num_rows, x, v, fmt != "bf16")
                 inputs = problem("paged_attention").materialize(case_of(x, v, fmt), torch.device("cpu"))
-                launcher.scheduled(Schedule(num_splits=num_splits, tile=tile))(*inputs)
+                launcher.scheduled(_split_keys.Schedule(num_splits=num_splits, tile=tile))(*inputs)
                 for name, kernel in compiled:
                     line = {"kernel": name, "x": x, "v": v, "format": fmt, "tile": tile}
                     line |= {"shared": kernel.metadata.shared, "splits": num_splits}

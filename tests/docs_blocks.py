@@ -6,7 +6,8 @@
 - ``console``: ``$ mla-verify …`` and what it prints. With a title it is too slow to run in the suite.
 - any other language is not run.
 
-``python tests/docs_blocks.py`` pastes the real output of every block, the slow ones included.
+``python tests/docs_blocks.py [PAGE …]`` pastes the real output of every block of these pages (none named: of
+all), the slow ones included.
 """
 
 import contextlib
@@ -171,7 +172,12 @@ def _shortened(got: str) -> str:
 
 
 if __name__ == "__main__":
+    named = {Path(word).resolve() for word in sys.argv[1:]}
+    if unknown := named.difference(pages(ROOT)):
+        sys.exit(f"{min(unknown)} is no page; they are the README and docs/*.md")
     for page in pages(ROOT):
+        if named and page not in named:
+            continue
         old = page.read_text(encoding="utf-8")
         if (new := refreshed(old)) != old:
             page.write_text(new, encoding="utf-8")

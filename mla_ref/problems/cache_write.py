@@ -6,7 +6,7 @@ import torch
 
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
-from mla_ref.layout import POISON_BYTE
+from mla_ref.layout import poison
 from mla_ref.pages import scatter, slots
 from mla_ref.problem import Problem, bind_shapes
 from mla_ref.problems._paged import (
@@ -95,7 +95,7 @@ def materialize(case: Case, device: torch.device) -> CacheWriteInputs:
     raw = raw_values(case, 0)
     cache = paged(case, raw, device)
     key, slot_mapping = _new_tokens(case, cache.block_table.cpu())
-    scatter(cache.kv_cache, slot_mapping.to(device), _poison(slot_mapping.shape[0], cache.kv_cache))
+    scatter(cache.kv_cache, slot_mapping.to(device), poison(slot_mapping.shape[0], cache.kv_cache))
     skipped = _skipped(case.seed, slot_mapping)
     latent = torch.full((len(key), config.entry_width), torch.nan, dtype=torch.float64)
     latent[~skipped] = torch.cat([raw.kv_c, raw.k_pe], dim=-1)[key[~skipped]]
@@ -133,13 +133,6 @@ def _skipped(seed: int, slot_mapping: torch.Tensor) -> torch.Tensor:
     if t >= 4:
         skipped[[0, t // 2, t - 1]] = True
     return skipped
-
-
-def _poison(t: int, kv_cache: torch.Tensor) -> torch.Tensor:
-    """t entries as memory looks that nobody wrote."""
-    width = kv_cache.shape[2] * kv_cache.element_size()
-    raw = torch.full((t, width), POISON_BYTE, dtype=torch.uint8, device=kv_cache.device)
-    return raw.view(kv_cache.dtype)
 
 
 PROBLEM = Problem(

@@ -32,7 +32,7 @@ from oracles.matrix import Job, job_of, jobs_of
 from oracles.pool import judge_all, judge_job
 from oracles.tables import TABLES
 from oracles.verdict import BROKEN, HELD, NOT_RUN, Verdict
-from oracles.verify import backends
+from oracles.verify import backends, use_device
 
 OK, FAILED, USAGE, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 3, 130
 MAX_FAILURES = 10
@@ -238,13 +238,11 @@ def _pick(text: str, index: int | None) -> tuple[int, Verdict]:
 
 
 def _use_device(device: str) -> None:
-    """Raises: UsageError if torch has no such device. On the CPU, Triton kernels run in its interpreter."""
+    """Raises: UsageError if torch has no such device."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {device!r}: {str(error).splitlines()[0]}") from None
-    if torch.device(device).type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is first imported
+        use_device(device)
+    except ValueError as error:
+        raise UsageError(f"--device {error}") from None
 
 
 def _judged(jobs: Sequence[Job], workers: int, lines: TextIO | None) -> list[Verdict]:

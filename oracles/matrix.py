@@ -173,6 +173,7 @@ class Job(NamedTuple):
 
     turn: which of the matrix's cases this is, and how many there are, where variants and oracles take turns;
         None: all of them are tried.
+    only: of the oracles, those that are wanted now; turns are those of all of them. Empty: all.
     """
 
     case: Case
@@ -180,10 +181,19 @@ class Job(NamedTuple):
     oracles: tuple[str, ...]
     device: str
     turn: tuple[int, int] | None = None
+    only: tuple[str, ...] = ()
 
 
 def trials(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Which of a backend's functions are tried, its own being "", and the oracles that judge each of them."""
+    turns = _turns(job, variants)
+    if not job.only:
+        return turns
+    wanted = ((name, tuple(o for o in oracles if o in job.only)) for name, oracles in turns)
+    return [(name, oracles) for name, oracles in wanted if oracles]
+
+
+def _turns(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
     own = ""
     if job.turn is None:
         return [(name, job.oracles) for name in (own, *variants)]

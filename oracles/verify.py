@@ -1,6 +1,7 @@
 """Judging: every claim about every variant of a backend, on one case."""
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache
@@ -46,6 +47,19 @@ def find_backend(spec: str) -> Backend:
     if not isinstance(found, Backend):
         raise ValueError(f"backend {spec!r}: {attribute} is {type(found).__name__}, not a Backend")
     return found
+
+
+def use_device(device: str) -> None:
+    """Make ready to judge on a device: without a GPU, Triton kernels run in Triton's interpreter.
+
+    Raises: ValueError if torch has no such device.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{device!r}: {_line(error)}") from None
+    if torch.device(device).type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is first imported
 
 
 def oracles_for(contract: Problem, names: Iterable[str] | None = None) -> list[Oracle]:

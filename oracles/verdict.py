@@ -1,7 +1,9 @@
 """What the judge says about one backend on one case."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from mla_ref.case import Case
 
@@ -16,6 +18,7 @@ UNAVAILABLE = "unavailable"
 HELD = (PASS,)
 BROKEN = (FAIL, ERROR, CRASH, TIMEOUT)
 NOT_RUN = (UNSUPPORTED, UNAVAILABLE)
+STATUSES = HELD + BROKEN + NOT_RUN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +71,39 @@ class Verdict:
 
     def to_json(self) -> str:
         """One line of JSON. Non-finite numbers are written as strings, so that any parser reads it."""
-        data = asdict(replace(self, worst=None))
+        data = self.without_case()
         data["case"] = json.loads(self.case.to_json())
+        return json.dumps(data, separators=(",", ":"))
+
+    def without_case(self) -> dict[str, Any]:
+        """Every other field, as JSON holds it: a case may have many verdicts."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "case"}
         if self.worst is not None:
             worst = asdict(self.worst)
             data["worst"] = {k: str(v) if isinstance(v, float) else v for k, v in worst.items()}
-        return json.dumps(data, separators=(",", ":"))
+        return data
 
     @staticmethod
     def from_json(text: str) -> "Verdict":
         """The verdict that ``to_json`` wrote. Raises: ValueError naming the field that is wrong."""
         try:
             data = json.loads(text)
-            data["case"] = Case.from_json(json.dumps(data["case"]))
+            case = Case.from_json(json.dumps(data.pop("case")))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"verdict: {error}") from None
+        return Verdict.on(case, data)
+
+    @staticmethod
+    def on(case: Case, data: Mapping[str, Any]) -> "Verdict":
+        """The verdict whose other fields are ``data``. Raises: ValueError naming the field that is wrong."""
+        try:
+            data = dict(data)
+            if data["status"] not in STATUSES:
+                raise ValueError(f"status {data['status']!r} is not one of {', '.join(STATUSES)}")
             if data["worst"] is not None:
                 worst = dict(data["worst"], index=tuple(data["worst"]["index"]))
                 worst |= {name: float(worst[name]) for name in ("got", "want", "bound", "ratio")}
                 data["worst"] = Worst(**worst)
-            return Verdict(**data)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            return Verdict(case=case, **data)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"verdict: {error}") from None

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evals.model import Model, load
-from evals.path import AttentionPath
 from evals.planted import SERVED, Planted, bugs, right
 from evals.statistics import FAIL, PASS
 from evals.tiers import Text, reference_logits
@@ -73,7 +72,7 @@ def _row(planted: Planted, expected: str, model: Model, texts: list[Text], noise
 def answers(folder: Path, out: Path) -> Row:
     """Tier 3 of the path that an engine would serve, over a cache of 8 bits."""
     path = replace(SERVED, cache_format="fp8_ds_mla")
-    paired = accuracy(folder, AttentionPath(), path, QUESTIONS, out, 0.05)
+    paired = accuracy(folder, path, QUESTIONS, out, 0.05)
     pair = paired.pair
     detail = f"{pair.baseline:.0%} and {pair.candidate:.0%} of {pair.n}; {paired.decision.reason}"
     return Row("gsm8k, fp8_ds_mla cache", PASS, paired.decision.outcome, detail)

@@ -76,6 +76,7 @@ def trial(
     questions: Annotated[int, typer.Option(min=0, help="Asked through lm_eval; 0 leaves tier 3 out.")] = 60,
     margin: Annotated[float, typer.Option(help="The largest loss of accuracy that is accepted.")] = 0.05,
     out: Annotated[Path | None, typer.Option(help="Keep lm_eval's runs here; they resume.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Hold an attention path to the definition of MLA: its layers, its logits, its answers.
@@ -86,7 +87,7 @@ def trial(
     from evals.path import parse
 
     with _refusing("trial"), _folder_or_temporary(out) as folder:
-        result = trials.judge(_checkpoint(checkpoint), parse(path), questions, folder, margin)
+        result = trials.judge(_checkpoint(checkpoint), parse(path), questions, folder, margin, device)
     typer.echo(trials.as_json(result) if as_json else "\n".join(trials.report(result)))
     raise typer.Exit(EXIT[result.outcome])
 
@@ -109,6 +110,33 @@ def check(checkpoint: Folder = "mini") -> None:
             )
     if wrong:
         typer.echo(f"check: {wrong} paths did not come out as expected", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def bugs(
+    out: Annotated[Path, typer.Option(help="lm_eval's runs; an interrupted command resumes.")],
+    checkpoint: Folder = "mini",
+    questions: Annotated[int, typer.Option(min=1, help="Asked of each path through lm_eval.")] = 200,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows here.")] = None,
+) -> None:
+    """Show which tier sees which of the planted bugs, and that right paths pass.
+
+    Exit code: 0 if T1 or T2 sees every bug and no tier fails a right path, 1 if not, 3 if it cannot run.
+    """
+    from evals import sight
+
+    with _refusing("bugs"):
+        folder = _checkpoint(checkpoint)
+        rows = list(sight.sights(folder, questions, out, jobs, device))
+        if json_file is not None:
+            text = json.dumps(sight.record(rows, folder), indent=1)
+            json_file.write_text(f"{text}\n", encoding="utf-8")
+    typer.echo(sight.markdown(rows))
+    if wrong := sight.unseen(rows):
+        typer.echo(f"bugs: not as it must be: {', '.join(wrong)}", err=True)
         raise typer.Exit(1)
 
 

@@ -24,6 +24,7 @@ from lm_eval.models.utils import (
 from evals.gsm8k import Row
 from evals.model import greedy, load, teacher_forced
 from evals.path import AttentionPath, layer_of
+from evals.planted import Planted
 from evals.task import TASK, stock_task
 
 TOKENS = "tokens.jsonl"
@@ -153,11 +154,12 @@ def evaluate(
     device: str = "cpu",
     model_dtype: str = "float32",
     max_gen_toks: int = 256,
+    planted: Planted | None = None,
 ) -> str:
     """lm_eval's table of the stock gsm8k task; results and samples are written under ``out``.
 
     A run that was interrupted goes on after its last whole batch when it is started again with the same
-    ``out``.
+    ``out``. planted: attends in the place of ``path``, for proof that a bug in it would show.
     """
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
@@ -165,16 +167,19 @@ def evaluate(
     from lm_eval.utils import make_table
 
     out.mkdir(parents=True, exist_ok=True)
-    settings = {
+    settings: dict[str, Any] = {
         "pretrained": str(checkpoint),
         "model_dtype": model_dtype,
         "max_gen_toks": max_gen_toks,
         "tokens": str(out / TOKENS),
     } | asdict(path)
-    _same_settings(out / "settings.json", settings)
+    _same_settings(out / "settings.json", settings | ({"planted": planted.name} if planted else {}))
+    lm = MLAVerifyLM(batch_size=batch_size, device=device, **settings)
+    if planted is not None:
+        lm.layer = planted.layer(lm.model)
     tracker = EvaluationTracker(output_path=str(out))
     results = simple_evaluate(
-        model="mla-verify",
+        model=lm,
         model_args=settings,
         tasks=[stock_task(data)],
         batch_size=batch_size,

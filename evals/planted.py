@@ -49,7 +49,7 @@ def attend(inputs: AttentionInputs, steps: Steps) -> AttentionOutput:
     """Expanded attention over two parts of the keys, merged, in which any step may differ."""
     dtype, dims = compute_dtype(inputs.q_nope), (inputs.w_uk.shape[-1], inputs.q_pe.shape[-1])
     out = inputs.q_nope.new_empty(*inputs.q_nope.shape[:2], inputs.w_uv.shape[1])
-    lse = torch.empty(inputs.q_nope.shape[:2], dtype=torch.float32)
+    lse = inputs.q_nope.new_empty(inputs.q_nope.shape[:2], dtype=torch.float32)
     block_size = inputs.kv_cache.shape[1]
     for request in requests(inputs.block_table, inputs.cu_seqlens_q, inputs.cache_seqlens):
 
@@ -90,10 +90,9 @@ def _given(
     """The served path's attention on inputs of which some fields are wrong."""
 
     def of(config: MLAConfig) -> Attention:
-        right = attention_of(SERVED, config)
-
         def wrong(*args: Any) -> AttentionOutput:
             inputs = AttentionInputs(*args)
+            right = attention_of(SERVED, config, inputs.q_nope.device.type)
             return right(*inputs._replace(**change(inputs, config)))
 
         return wrong
@@ -112,22 +111,26 @@ def _shifted(by: int) -> Callable[..., torch.Tensor]:
     return mask
 
 
+def _columns(mask: torch.Tensor) -> torch.Tensor:
+    return torch.arange(mask.shape[1], device=mask.device)
+
+
 def _first_page_dropped(mask: torch.Tensor, request: Request, block_size: int) -> torch.Tensor:
-    return mask & (torch.arange(mask.shape[1]) >= block_size)
+    return mask & (_columns(mask) >= block_size)
 
 
 def _last_page_of_one_lost(mask: torch.Tensor, request: Request, block_size: int) -> torch.Tensor:
     lost = request.q_len == 1 and request.kv_len % block_size == 1
-    return mask & (torch.arange(mask.shape[1]) < request.kv_len - lost)
+    return mask & (_columns(mask) < request.kv_len - lost)
 
 
 def _tail_page_dropped(mask: torch.Tensor, request: Request, block_size: int) -> torch.Tensor:
-    return mask & (torch.arange(mask.shape[1]) < request.kv_len // block_size * block_size)
+    return mask & (_columns(mask) < request.kv_len // block_size * block_size)
 
 
 def _window(mask: torch.Tensor, request: Request, block_size: int) -> torch.Tensor:
-    query = torch.arange(request.q_len)[:, None] + request.kv_len - request.q_len
-    return mask & (torch.arange(mask.shape[1]) > query - WINDOW)
+    query = torch.arange(request.q_len, device=mask.device)[:, None] + request.kv_len - request.q_len
+    return mask & (_columns(mask) > query - WINDOW)
 
 
 def _page_aliased(request: Request, _: Request, block_size: int) -> Request:

@@ -2,15 +2,16 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from evals.model import Model, load
-from evals.parity import Comparison, compare
+from evals.parity import Comparison, Run, compare
 from evals.parity import load as load_run
 from evals.path import Attention, AttentionPath, Layer, attention_of
 from evals.statistics import FAIL, INCONCLUSIVE, PASS
@@ -32,11 +33,15 @@ from mla_ref.layer import layer_around
 from mla_ref.naive import naive
 from mla_ref.problem import AttentionOutput
 
+if TYPE_CHECKING:  # evals.lm imports lm_eval, which tiers 1 and 2 do without
+    from evals.planted import Planted
+
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 NOISE = "gate.json"
 SEED = 40
 SHOTS = 2  # of the prompts of tiers 1 and 2, which need no more than several blocks and chunks
 MARGIN = 0.05
+ANSWER_TOKENS = 96  # more than any held-out answer has
 SOLVES = 0.90  # strict-match below which a baseline has nothing to lose
 
 # How far above the measured noise of right variants a path may be. float32 noise lies decades below every
@@ -187,21 +192,39 @@ def calibrate(folder: Path, report: Any = print) -> dict[str, Any]:
     return stored
 
 
-def accuracy(
-    folder: Path, baseline: AttentionPath, candidate: AttentionPath, questions: int, out: Path, margin: float
-) -> Comparison:
-    """Tier 3: both paths answer the same held-out problems through lm_eval, paired by strict-match."""
+def answers_of(
+    folder: Path,
+    path: AttentionPath,
+    questions: int,
+    out: Path,
+    device: str = "cpu",
+    planted: "Planted | None" = None,
+) -> Run:
+    """lm_eval's run of one path on held-out problems; kept under ``out`` by the path's name, and resumed."""
     from evals.lm import evaluate
 
-    data = template_rows(questions)
-    for name, path in (("baseline", baseline), ("candidate", candidate)):
-        evaluate(folder, path, data, out / name, max_gen_toks=96)
-    return compare(
-        load_run(out / "baseline", TASK), load_run(out / "candidate", TASK), "strict-match", margin
-    )
+    name = re.sub(r"[^\w.+=-]+", "_", planted.name if planted else str(path))
+    evaluate(folder, path, template_rows(questions), out / name,
+             device=device, max_gen_toks=ANSWER_TOKENS, planted=planted)  # fmt: skip
+    return load_run(out / name, TASK)
 
 
-def judge(folder: Path, path: AttentionPath, questions: int, out: Path, margin: float = MARGIN) -> Outcome:
+def accuracy(
+    folder: Path, path: AttentionPath, questions: int, out: Path, margin: float, device: str = "cpu"
+) -> Comparison:
+    """Tier 3: the reference and a path answer the same problems through lm_eval, paired by strict-match."""
+    baseline = answers_of(folder, AttentionPath(), questions, out, device)
+    return compare(baseline, answers_of(folder, path, questions, out, device), "strict-match", margin)
+
+
+def judge(
+    folder: Path,
+    path: AttentionPath,
+    questions: int,
+    out: Path,
+    margin: float = MARGIN,
+    device: str = "cpu",
+) -> Outcome:
     """All tiers of one path. questions: of tier 3; 0 leaves it out.
 
     FAIL if a tier fails; else INCONCLUSIVE if one cannot tell; else PASS.
@@ -209,15 +232,15 @@ def judge(folder: Path, path: AttentionPath, questions: int, out: Path, margin: 
     noise = measured_noise(folder)
     if path.cache_format == "fp8_e4m3" and path.kv_scale == AttentionPath.kv_scale:
         path = replace(path, kv_scale=noise["kv_scale"])
-    model, texts = load(folder), texts_of(folder)
-    allowed, attention = limits(noise, path), attention_of(path, model.config)
+    model, texts = load(folder, device), texts_of(folder)
+    allowed, attention = limits(noise, path), attention_of(path, model.config, model.device.type)
     reference = reference_logits(model, path, texts)
     seen, apart = measure(model, path, attention, layer_around(attention), texts, reference)
     lines = lines_of(seen, apart, allowed or dict.fromkeys(MEASURES, float("nan")))
     lines += _cost_of_format(model, path, attention, texts, noise)
     paired = None
     if questions and allowed and all(line.ok for line in lines):
-        paired = accuracy(folder, AttentionPath(), path, questions, out, margin)
+        paired = accuracy(folder, path, questions, out, margin, device)
     return Outcome(path=path, lines=lines, place=seen.place, accuracy=paired,
                    **_decide(path, lines, allowed is not None, paired, seen, apart))  # fmt: skip
 

@@ -1,0 +1,172 @@
+"""Which case comes next: every pair of values of two dimensions early, the same cases on every machine.
+
+``draw(problem, seed, index)`` is a function of its arguments alone, and of the version of this project. Cases
+come in blocks; within one, each case takes the values that make the most pairs that no earlier one of the
+block has had. One case in ``LARGE_EVERY`` may be ``LARGE`` times as much work as the others.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
+from itertools import combinations
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_ref.case import Case
+from mla_ref.problem import problem as find_problem
+from oracles.dimensions import DIMENSIONS, dimensions, elements, make, names_of, pick
+
+BLOCK = 256
+
+# Of ``dimensions.elements``: a few milliseconds' work, and for one case in so many this many times as much.
+ELEMENTS = 250_000
+LARGE_EVERY, LARGE = 32, 16
+
+# Tries to find a first case that a backend supports.
+SEARCH = 5000
+
+Supports = Callable[[Case], str | None]
+Pairs = npt.NDArray[np.bool_]
+
+
+def draw(problem: str, seed: int, index: int, supports: Supports | None = None) -> Case:
+    """Case ``index`` of the endless sequence that belongs to ``seed``.
+
+    supports: a backend's; only cases that it takes are drawn.
+
+    Raises: ValueError if no case is found that it takes.
+    """
+    large = index % LARGE_EVERY == LARGE_EVERY - 1
+    number = index // LARGE_EVERY if large else index - index // LARGE_EVERY
+    space = _space(problem, supports, ELEMENTS * (LARGE if large else 1))
+    block, row = divmod(number, BLOCK)
+    begun, more = _begun(space, f"{seed}/{large}/{block}")
+    while len(begun) <= row:
+        begun.append(next(more))
+    return begun[row]
+
+
+class _Space(NamedTuple):
+    """What may be drawn.
+
+    plain: the plainest values that are accepted, and first of all ``plainest``, a case that has them.
+    """
+
+    problem: str
+    names: tuple[str, ...]
+    supports: Supports | None
+    limit: int
+    plain: tuple[int, ...] = ()
+    plainest: Case | None = None
+
+
+@cache
+def _space(problem: str, supports: Supports | None, limit: int) -> _Space:
+    names = names_of(problem)
+    space = _Space(problem, names, supports, limit)
+    stream = Random(f"plain/{problem}")
+    for attempt in range(SEARCH):
+        values = [pick(stream, DIMENSIONS[name].values) if attempt else 0 for name in names]
+        case = _attempt(space, values, stream)
+        if case is not None:
+            return space._replace(plain=tuple(values), plainest=case)
+    raise ValueError(f"{problem}: none of {SEARCH} random cases is supported")
+
+
+def _attempt(space: _Space, values: Sequence[int], stream: Random) -> Case | None:
+    """A case with exactly these values, or None."""
+    wanted = {name: DIMENSIONS[name].values[i] for name, i in zip(space.names, values, strict=True)}
+    case = make(space.problem, wanted, stream)
+    if elements(case) > space.limit or dimensions(case) != wanted:
+        return None
+    if find_problem(space.problem).why_not(case) is not None:
+        return None
+    return None if space.supports is not None and space.supports(case) is not None else case
+
+
+@cache
+def _possible(space: _Space) -> Pairs:
+    """[x x], True for two values of two dimensions that a case has which is plain in all others but one."""
+    first = _firsts(space)
+    pairs = np.zeros((first[-1], first[-1]), dtype=bool)
+    models = range(first[1])
+    for a, b in combinations(range(len(space.names)), 2):
+        for i in range(first[a + 1] - first[a]):
+            for j in range(first[b + 1] - first[b]):
+                stream = Random(f"{a}/{i}/{b}/{j}")
+                values = list(space.plain)
+                for model in (space.plain[0], *models):
+                    # Of all dimensions a model's is the one that others depend on: formats, and work.
+                    values[0], values[a], values[b] = model, i, j
+                    if _attempt(space, values, stream) is not None:
+                        pairs[first[a] + i, first[b] + j] = pairs[first[b] + j, first[a] + i] = True
+                        break
+    return pairs
+
+
+def _firsts(space: _Space) -> list[int]:
+    """Where the values of each dimension begin, were they all in one list; its length last."""
+    firsts = [0]
+    for name in space.names:
+        firsts.append(firsts[-1] + len(DIMENSIONS[name].values))
+    return firsts
+
+
+@lru_cache(maxsize=64)
+def _begun(space: _Space, name: str) -> tuple[list[Case], Iterator[Case]]:
+    """The cases of one block as far as they were asked for, and the rest of them."""
+    return [], _covering(space, name)
+
+
+def _covering(space: _Space, name: str) -> Iterator[Case]:
+    """Cases that make as many new pairs as a greedy choice can, dimension by dimension in random order."""
+    first, left, row = _firsts(space), _possible(space).copy(), 0
+    while True:
+        stream = Random(f"{name}/{row}")
+        order = _shuffled(len(space.names), stream)
+        chosen = _chosen(left, first, order, stream)
+        yield _accepted(space, chosen, order, stream, left, first)
+        row += 1
+
+
+def _shuffled(n: int, stream: Random) -> list[int]:
+    return sorted(range(n), key=[stream.random() for _ in range(n)].__getitem__)
+
+
+def _chosen(left: Pairs, first: list[int], order: list[int], stream: Random) -> list[int]:
+    values, gain = [0] * len(order), left.sum(0)
+    for step, axis in enumerate(order):
+        span = gain[first[axis] : first[axis + 1]]
+        best = np.flatnonzero(span == span.max()).tolist()
+        values[axis] = best[pick(stream, best)]
+        row = left[first[axis] + values[axis]].astype(np.int64)
+        gain = gain + row if step else row
+    return values
+
+
+def _accepted(
+    space: _Space, values: list[int], order: list[int], stream: Random, left: Pairs, first: list[int]
+) -> Case:
+    """The case with these values, or with as few of them as possible made plain."""
+    for trial in _plainer(space, values, order):
+        case = _attempt(space, trial, stream)
+        if case is not None:
+            break
+    else:
+        assert space.plainest is not None
+        trial, case = space.plain, replace(space.plainest, seed=pick(stream, range(2**31)))
+    ids = [start + value for start, value in zip(first, trial, strict=False)]
+    left[np.ix_(ids, ids)] = False
+    return case
+
+
+def _plainer(space: _Space, values: Sequence[int], order: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The values; then one of them plain, the last chosen first; then ever more of them."""
+    yield values
+    for num_plain in range(1, len(order) + 1):
+        for start in range(len(order) - num_plain, -1, -1) if num_plain < 3 else (len(order) - num_plain,):
+            plain = set(order[start : start + num_plain])
+            yield [space.plain[i] if i in plain else value for i, value in enumerate(values)]

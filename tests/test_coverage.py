@@ -1,0 +1,71 @@
+"""Drawn cases: the same everywhere, valid, cheap, and together every pair of values that there is."""
+
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+import torch
+
+from mla_ref.problem import problem, problems
+from oracles.coverage import BLOCK, ELEMENTS, LARGE, LARGE_EVERY, draw
+from oracles.dimensions import DIMENSIONS, dimensions, elements, names_of
+
+PROBLEMS = tuple(problems())
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_draw_depends_on_its_arguments_alone(name):
+    in_order = [draw(name, 7, i) for i in range(40)]
+    assert [draw(name, 7, i) for i in reversed(range(40))] == in_order[::-1]
+    assert draw(name, 8, 3) != in_order[3]
+
+
+def test_a_draw_is_the_same_in_another_process():
+    code = "from oracles.coverage import draw; print(draw('attention', 5, 70).to_json())"
+    found = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(1)
+    ]
+    assert found == [draw("attention", 5, 70).to_json() + "\n"]
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_drawn_cases_are_made_without_complaint(name, seed):
+    for i in range(24):
+        case = draw(name, seed, i)
+        inputs = problem(name).materialize(case, torch.device("cpu"))
+        problem(name).check(inputs)
+        problem(name).check_values(inputs)
+        assert elements(case) <= ELEMENTS * LARGE
+        assert i % LARGE_EVERY == LARGE_EVERY - 1 or elements(case) <= ELEMENTS
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_value_is_drawn_early_and_every_case_has_known_ones(name):
+    drawn = [dimensions(draw(name, 1, i)) for i in range(BLOCK)]
+    for axis in names_of(name):
+        assert {d[axis] for d in drawn} <= set(DIMENSIONS[axis].values)
+        missing = set(DIMENSIONS[axis].values) - {d[axis] for d in drawn}
+        assert not missing or (name == "paged_attention" and axis == "format"), (axis, missing)
+
+
+def test_pairs_are_met_sooner_than_by_chance():
+    drawn = [dimensions(draw("latent_attention", 3, i)) for i in range(BLOCK)]
+    pairs = {pair for d in drawn for pair in combinations(sorted(d.items()), 2)}
+    every = sum(
+        len(DIMENSIONS[a].values) * len(DIMENSIONS[b].values)
+        for a, b in combinations(names_of("latent_attention"), 2)
+    )
+    assert len(pairs) > 0.9 * every
+
+
+def test_only_supported_cases_are_drawn():
+    def supports(case):
+        return None if case.dtype == "float16" and case.config.kv_lora_rank == 512 else "no"
+
+    drawn = [draw("latent_attention", 0, i, supports) for i in range(64)]
+    assert {(case.dtype, case.config.kv_lora_rank) for case in drawn} == {("float16", 512)}
+    assert len({case.cache_format for case in drawn}) > 2
+    with pytest.raises(ValueError, match="none of 5000 random cases is supported"):
+        draw("latent_attention", 0, 0, lambda case: "never")

@@ -1,0 +1,277 @@
+"""Conformance tests inside a kernel author's own suite; a pytest plugin that installs with the package.
+
+``pytest --mla-backend pkg.module:NAME`` adds one test for each problem, oracle and stage of that backend's
+matrix; so does ``@pytest.mark.mla_conformance(backend=...)`` on a test function, which is then called after
+each claim that held. Nothing of the package is imported, and nothing changes, unless one of them is used.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from oracles.claims import Claim, Selection
+
+MARKER = "mla_conformance"
+ARGUMENT = "mla_claim"  # the parameter that marked functions are given
+PROPERTY = "mla_backend"  # of a test's report: whose claim it held
+FILE = "mla-verify"  # where tests are that no file holds
+
+NAMES = ("problem", "preset", "format", "oracle")
+
+_WANTED = pytest.StashKey[dict[tuple["Selection", str, str], list[str]]]()
+
+
+class Known(NamedTuple):
+    """A failure that the kernel's author expects: a pattern of claims, why, and where it is written."""
+
+    pattern: str
+    reason: str
+    where: str
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options, and the same in a configuration file, which they take precedence of."""
+    group = parser.getgroup("mla-verify", "conformance of attention kernels")
+    group.addoption(
+        "--mla-backend",
+        action="append",
+        metavar="MODULE:NAME",
+        help="hold this Backend to every claim; repeatable",
+    )
+    for name in NAMES:
+        group.addoption(f"--mla-{name}", action="append", help=f"only this {name}; repeatable")
+    group.addoption("--mla-device", help="where kernels run: cpu, cuda, cuda:1 (default: cpu)")
+    group.addoption("--mla-seed", type=int, help="everything random follows from it (default: 0)")
+    group.addoption(
+        "--mla-full", action="store_true", default=None, help="variants and oracles take no turns"
+    )
+    group.addoption(
+        "--mla-require", action="store_true", default=None, help="fail where a backend is unavailable"
+    )
+    group.addoption("--mla-xfail", metavar="FILE", help="claims that are known to fail, and why")
+    for name in ("backend", *NAMES):
+        parser.addini(f"mla_{name}", f"as --mla-{name}", type="args", default=[])
+    for name in ("device", "seed", "xfail"):
+        parser.addini(f"mla_{name}", f"as --mla-{name}", default="")
+    for name in ("full", "require"):
+        parser.addini(f"mla_{name}", f"as --mla-{name}", type="bool", default=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker is known in every suite."""
+    config.addinivalue_line(
+        "markers",
+        f"{MARKER}(backend, *, problem, preset, format, oracle, device, seed, full, require): "
+        "hold a backend of mla-verify to every claim, one test each",
+    )
+    config.pluginmanager.register(Tally(), "mla-verify-tally")
+
+
+class Tally:
+    """Whether anything ran: a suite whose every claim was skipped has shown nothing."""
+
+    def __init__(self) -> None:
+        self.ran: dict[str, bool] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count one test, wherever it ran."""
+        for name, backend in report.user_properties:
+            if name == PROPERTY and report.when in ("setup", "call"):
+                skipped = report.when == "setup" or (report.skipped and not hasattr(report, "wasxfail"))
+                self.ran[str(backend)] = self.ran.get(str(backend), False) or not skipped
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Nothing ran is a failure."""
+        if self.idle and session.exitstatus == pytest.ExitCode.OK and not _is_worker(session.config):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @property
+    def idle(self) -> list[str]:
+        """The backends, if not one of them ran."""
+        return [] if any(self.ran.values()) else list(self.ran)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say so."""
+        for backend in self.idle:
+            terminalreporter.write_line(f"mla-verify: {backend}: nothing ran", red=True)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")  # one of pytest-xdist's
+
+
+def _option(config: pytest.Config, name: str) -> Any:
+    """What the command line says, or else the configuration file."""
+    given = config.getoption(f"mla_{name}")
+    return config.getini(f"mla_{name}") if given is None else given
+
+
+def _selection(config: pytest.Config, backend: str, **changed: Any) -> Selection:
+    """Raises: ValueError naming a keyword of the marker that does not exist."""
+    from oracles.claims import Selection
+
+    if unknown := sorted(set(changed) - set(Selection._fields)):
+        known = ", ".join(Selection._fields)
+        raise ValueError(f"{MARKER}: {unknown[0]!r} is not one of {known}")
+    values = {name: _option(config, name) for name in (*NAMES, "device", "seed", "full", "require")} | changed
+    for name in NAMES:
+        values[name] = tuple([values[name]] if isinstance(values[name], str) else values[name])
+    values["device"] = values["device"] or "cpu"
+    values["seed"] = int(values["seed"] or 0)
+    return Selection(backend, **values)
+
+
+def _claims(config: pytest.Config, backend: str, **changed: Any) -> list[Claim]:
+    """Raises: ValueError in one line."""
+    from oracles.claims import claims_of
+
+    # Where the command line looks too: a kernel beside the configuration need not be installed.
+    for folder in (str(config.rootpath), str(config.invocation_params.dir)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return claims_of(_selection(config, backend, **changed))
+
+
+class ConformanceItem(pytest.Item):
+    """A claim that no function of the suite stands for."""
+
+    def __init__(self, *, claim: Claim, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.claim = claim
+        self.add_marker(MARKER)
+
+    def runtest(self) -> None:
+        """Judge."""
+        _hold(self, self.claim)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Where it is said to be."""
+        return self.config.rootpath, None, self.claim.name
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A marked function is a test for each claim of its backends."""
+    markers = list(metafunc.definition.iter_markers(MARKER))
+    if not markers:
+        return
+    claims: list[Claim] = []
+    for marker in markers:
+        named = dict(marker.kwargs)
+        backends = named.pop("backend", marker.args[0] if marker.args else None)
+        backends = backends or _option(metafunc.config, "backend")
+        if not backends:
+            raise pytest.Collector.CollectError(f"{MARKER}: names no backend")
+        try:
+            for backend in [backends] if isinstance(backends, str) else backends:
+                claims += _claims(metafunc.config, backend, **named)
+        except ValueError as error:
+            raise pytest.Collector.CollectError(str(error)) from None
+    if ARGUMENT not in metafunc.fixturenames:
+        metafunc.fixturenames.append(ARGUMENT)
+    metafunc.parametrize(ARGUMENT, claims, ids=[claim.name for claim in claims])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """A marked function is called once its claim held."""
+    if (claim := _claim(pyfuncitem)) is not None:
+        _hold(pyfuncitem, claim)
+
+
+def _claim(item: pytest.Item) -> Claim | None:
+    if isinstance(item, ConformanceItem):
+        return item.claim
+    spec = getattr(item, "callspec", None)
+    claim: Claim | None = spec.params.get(ARGUMENT) if spec is not None else None
+    return claim
+
+
+def _hold(item: pytest.Item, claim: Claim) -> None:
+    """Raises: what pytest takes for a failure or a skip."""
+    from oracles.claims import outcome_of
+
+    failed, skipped = outcome_of(claim, item.session.stash[_WANTED][_together(claim)])
+    if failed:
+        pytest.fail(failed, pytrace=False)
+    if skipped:
+        pytest.skip(skipped)
+
+
+def _together(claim: Claim) -> tuple[Selection, str, str]:
+    """Claims that are judged at once, since they look at the same runs."""
+    return claim.selection, claim.problem, claim.stage
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Add the tests of ``--mla-backend`` before any are chosen, and mark the failures that are known."""
+    for backend in config.getoption("mla_backend") or ():
+        try:
+            claims = _claims(config, backend)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        added = [
+            ConformanceItem.from_parent(session, name=claim.name, nodeid=f"{FILE}::{claim.name}", claim=claim)
+            for claim in claims
+        ]
+        items += added
+        # For whoever counts what was collected.
+        report = pytest.CollectReport(FILE, "passed", None, list(added))
+        config.hook.pytest_collectreport(report=report)
+    ours = [(item, claim) for item in items if (claim := _claim(item)) is not None]
+    if not ours:
+        return
+    for item, claim in ours:
+        item.user_properties.append((PROPERTY, claim.selection.backend))
+        item.add_marker(pytest.mark.xdist_group(f"{claim.selection.backend}/{claim.problem}/{claim.stage}"))
+    _expect(config, ours)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of claims that are judged together, judge those that were chosen."""
+    wanted: dict[tuple[Selection, str, str], list[str]] = {}
+    for item in session.items:
+        if (claim := _claim(item)) is not None:
+            wanted.setdefault(_together(claim), []).append(claim.oracle)
+    session.stash[_WANTED] = {key: list(dict.fromkeys(oracles)) for key, oracles in wanted.items()}
+
+
+def _expect(config: pytest.Config, ours: Sequence[tuple[pytest.Item, Claim]]) -> None:
+    """Raises: UsageError on an expected failure that no claim of its backend has the name of."""
+    name = _option(config, "xfail")
+    if not name:
+        return
+    names = {claim.name: claim for _, claim in ours}
+    for known in _read(config.rootpath / name):
+        matched = [(item, claim) for item, claim in ours if fnmatch.fnmatchcase(claim.name, known.pattern)]
+        for item, _ in matched:
+            item.add_marker(pytest.mark.xfail(reason=known.reason, strict=True))
+        backend = known.pattern.partition("/")[0]
+        whole = [c for c in names.values() if fnmatch.fnmatchcase(c.selection.backend, backend)]
+        narrowed = any(c.selection.problem or c.selection.oracle for c in whole)
+        if whole and not matched and not narrowed:
+            raise pytest.UsageError(f"{known.where}: {known.pattern!r} is the name of no test")
+
+
+def _read(path: Path) -> Iterator[Known]:
+    """Raises: UsageError naming the line that has no reason."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise pytest.UsageError(f"--mla-xfail {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        pattern, _, reason = line.strip().partition(" ")
+        if not pattern or pattern.startswith("#"):
+            continue
+        if not reason.strip():
+            raise pytest.UsageError(f"{path}:{number}: {pattern!r} has no reason")
+        yield Known(pattern, reason.strip(), f"{path}:{number}")

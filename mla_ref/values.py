@@ -135,6 +135,69 @@ def _negative(seed: int, raw: Raw) -> Raw:
     return raw._replace(q_pe=raw.q_pe - 8.0 * direction, k_pe=raw.k_pe + 8.0 * direction)
 
 
+def _cancelling(seed: int, raw: Raw) -> Raw:
+    """Nearly equal weights over values of both signs, sixty-four times larger than their sum."""
+    row = 64.0 * signs(seed, "cancelling", raw.kv_c.shape[1])
+    parity = 1.0 - 2.0 * (raw.position % 2).to(torch.float64)
+    return _scaled_queries(2.0**-12)(seed, raw._replace(kv_c=raw.kv_c + parity[:, None] * row))
+
+
+def _limits(seed: int, raw: Raw) -> Raw:
+    """Latents around the largest fp8 code, a third of them beyond it; queries as much smaller."""
+    return raw._replace(q_nope=raw.q_nope * 2.0**-9, kv_c=raw.kv_c * 2.0**9)
+
+
+def _denormal(seed: int, raw: Raw) -> Raw:
+    """Every other latent and rope channel is below the normal numbers of bfloat16 and float32."""
+    return raw._replace(**{name: _every_other(getattr(raw, name), 2.0**-129) for name in ("kv_c", "k_pe")})
+
+
+def _every_other(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return torch.where(torch.arange(x.shape[1]) % 2 == 0, x, x * factor)
+
+
+def _zeros(seed: int, raw: Raw) -> Raw:
+    """Whole tokens, whole tiles of 128 channels and single channels are zeros of both signs."""
+    n, c = raw.kv_c.shape
+    token = integers(seed, "token", 4, n) == 0
+    tile = (integers(seed, "tile", 3, n, -(-c // 128)) == 0).repeat_interleave(128, dim=1)[:, :c]
+    zero = 0.0 * signs(seed, "zeros", n, c)
+    kv_c = torch.where(token[:, None] | tile | (integers(seed, "channel", 8, n, c) == 0), zero, raw.kv_c)
+    return raw._replace(kv_c=kv_c, k_pe=torch.where(token[:, None], -0.0, raw.k_pe))
+
+
+def _heavy(seed: int, raw: Raw) -> Raw:
+    """Heavy tails: one channel in two is doubled, one in four doubled twice, and so on up to 2^10."""
+    return raw._replace(**{name: _tailed(seed, name, getattr(raw, name)) for name in ("kv_c", "k_pe")})
+
+
+def _tailed(seed: int, name: str, x: torch.Tensor) -> torch.Tensor:
+    level = integers(seed, f"heavy/{name}", 1 << 10, *x.shape)
+    doublings = sum((level < (1 << (10 - k))).to(torch.float64) for k in range(1, 11))
+    return 0.5 * x * torch.exp2(torch.as_tensor(doublings))
+
+
+def _peak(seed: int, raw: Raw) -> Raw:
+    """One key of every request, five eighths in, takes all the weight that it can; the others share none."""
+    direction = signs(seed, "peak", raw.k_pe.shape[1])
+    peak = (raw.position == raw.length * 5 // 8)[:, None]
+    return raw._replace(q_pe=raw.q_pe + 4.0 * direction, k_pe=torch.where(peak, 8.0 * direction, raw.k_pe))
+
+
+def _stairs(seed: int, raw: Raw) -> Raw:
+    """Every sixteen keys the scores rise so far that all earlier ones vanish: merges of unequal masses."""
+    direction = signs(seed, "stairs", raw.k_pe.shape[1])
+    step = (raw.position // 16).to(torch.float64)[:, None]
+    return raw._replace(q_pe=raw.q_pe + 8.0 * direction, k_pe=raw.k_pe + 4.0 * step * direction)
+
+
+def _uneven(seed: int, raw: Raw) -> Raw:
+    """Queries of every token and head have a magnitude of their own, from 2^-10 to 2^6."""
+    t, h = raw.q_nope.shape[:2]
+    factor = torch.exp2(integers(seed, "uneven", 17, t, h).to(torch.float64) - 10.0)[..., None]
+    return raw._replace(q_nope=raw.q_nope * factor, q_pe=raw.q_pe * factor)
+
+
 REGIMES: dict[str, Callable[[int, Raw], Raw]] = {
     "plain": _plain,
     "small": _small,
@@ -148,4 +211,12 @@ REGIMES: dict[str, Callable[[int, Raw], Raw]] = {
     "tiny": _tiny,
     "tiles": _tiles,
     "negative": _negative,
+    "cancelling": _cancelling,
+    "limits": _limits,
+    "denormal": _denormal,
+    "zeros": _zeros,
+    "heavy": _heavy,
+    "peak": _peak,
+    "stairs": _stairs,
+    "uneven": _uneven,
 }

@@ -1,0 +1,333 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (a jitted function's parameters are annotated for Triton, not for mypy)
+"""The jitted half of ``triton_cache_gather``, ``triton_cache_write`` and ``triton_merge_states``.
+
+Imported on first use, as ``_triton_decode_kernel``, whose roundings these kernels share. All three move rows:
+a program owns ROWS of them, a thread 16 bytes of a row at a time, and nothing is read twice.
+"""
+
+import triton
+import triton.language as tl
+
+from mla_fast._triton_decode_kernel import _e4m3_value, _round, _widen
+
+BF16_MAX = tl.constexpr(3.3895313892515355e38)
+FP16_MAX = tl.constexpr(65504.0)
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+E4M3_MAX = tl.constexpr(448.0)
+# What tiled formats saturate latent channels to, so that the largest code times its scale is finite.
+TILED_MAX = tl.constexpr(2.0**127)
+
+
+@triton.jit
+def _float32(x):
+    """float32 nearest to a float of any width."""
+    if x.dtype == tl.bfloat16:
+        return _widen(x)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _stored_value(stored, dtype: tl.constexpr):
+    """Channels of a 16- or 32-bit cache as ``dtype``."""
+    if stored.dtype == dtype:
+        return stored
+    return _round(_float32(stored), dtype)
+
+
+@triton.jit
+def _e4m3(codes, NATIVE: tl.constexpr):
+    """float32 with the value of e4m3 codes given as bytes."""
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return _e4m3_value(codes)
+
+
+@triton.jit
+def _code_value(codes, scale, NATIVE: tl.constexpr, dtype: tl.constexpr):
+    """code · scale: exact in float64, rounded to float32 and then to any narrower ``dtype``."""
+    value = _e4m3(codes, NATIVE)
+    if dtype == tl.float64:
+        return value.to(tl.float64) * scale.to(tl.float64)
+    return _round(value * scale, dtype)
+
+
+@triton.jit
+def _request_of(row, cu_seqlens, num_requests, num_steps):
+    """The request whose range holds each row: the last that starts at or before it."""
+    low = row * 0
+    high = low + num_requests
+    for _ in range(num_steps):
+        middle = (low + high) // 2
+        before = tl.load(cu_seqlens + middle) <= row
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_requests", "num_steps"])
+def _cache_gather_kernel(
+    latent,
+    rope,
+    scales,
+    kv_scale,
+    block_table,
+    cu_seqlens,
+    seq_starts,
+    kv_c,
+    k_pe,
+    num_tokens,
+    num_requests,
+    num_steps,
+    block_bytes,
+    slot_bytes,
+    stride_table_row,
+    stride_table_column,
+    stride_kv_c,
+    stride_k_pe,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    R_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALING: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """``kv_c`` and ``k_pe`` of ROWS rows: request by binary search, page by the block table, one conversion.
+
+    Grid: row blocks. Rows past the last repeat it and are not stored, so that only padding needs a mask.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < num_tokens
+    row = tl.minimum(row, num_tokens - 1)
+    request = _request_of(row, cu_seqlens, num_requests, num_steps)
+    token = tl.load(seq_starts + request) + row - tl.load(cu_seqlens + request)
+    column = (token // BLOCK_SIZE).to(tl.int64)
+    page = tl.load(block_table + request.to(tl.int64) * stride_table_row + column * stride_table_column)
+    page = page.to(tl.int64)
+    slot = (token % BLOCK_SIZE).to(tl.int64)
+    row = row.to(tl.int64)
+
+    tile = tl.arange(0, TILES)
+    channel = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    real = (channel < C)[None, :, :]
+    size: tl.constexpr = latent.dtype.element_ty.primitive_bitwidth // 8
+    start = page * (block_bytes // size) + slot * (slot_bytes // size)
+    stored = tl.load(latent + start[:, None, None] + channel[None, :, :], mask=real, other=0)
+    dtype: tl.constexpr = kv_c.dtype.element_ty
+    if SCALING == "none":
+        value = _stored_value(stored, dtype)
+    elif SCALING == "tensor":
+        scale = tl.load(kv_scale)
+        value = _code_value(stored, scale, NATIVE, dtype)
+    else:
+        first = page * (block_bytes // 4) + slot * (slot_bytes // 4)
+        scale = tl.load(scales + first[:, None] + tile[None, :], mask=(tile * TILE < C)[None, :], other=0.0)
+        value = _code_value(stored, scale[:, :, None], NATIVE, dtype)
+    p_kv_c = kv_c + row[:, None, None] * stride_kv_c + channel[None, :, :]
+    tl.store(p_kv_c, value, mask=live[:, None, None] & real)
+
+    if R:
+        turned = tl.arange(0, R_PADDED)
+        real_pe = (turned < R)[None, :]
+        size_pe: tl.constexpr = rope.dtype.element_ty.primitive_bitwidth // 8
+        start_pe = page * (block_bytes // size_pe) + slot * (slot_bytes // size_pe)
+        stored_pe = tl.load(rope + start_pe[:, None] + turned[None, :], mask=real_pe, other=0)
+        if SCALING == "tensor":
+            value_pe = _code_value(stored_pe, scale, NATIVE, dtype)
+        else:
+            value_pe = _stored_value(stored_pe, dtype)
+        p_k_pe = k_pe + row[:, None] * stride_k_pe + turned[None, :]
+        tl.store(p_k_pe, value_pe, mask=live[:, None] & real_pe)
+
+
+@triton.jit
+def _clamped(x, LIMIT: tl.constexpr):
+    """float32 ``x`` within ±LIMIT; NaN stays NaN."""
+    return tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _stored(x, dtype: tl.constexpr):
+    """float32 ``x`` as a 16- or 32-bit cache holds it: saturated, then rounded to nearest, ties to even."""
+    limit: tl.constexpr = BF16_MAX if dtype == tl.bfloat16 else FP16_MAX if dtype == tl.float16 else FP32_MAX
+    return _round(_clamped(x, limit), dtype)
+
+
+@triton.jit
+def _code(quotient, NATIVE: tl.constexpr):
+    """The e4m3 code nearest to a float32, ties to the even one, as a byte; saturated, NaN for NaN.
+
+    Without an instruction: a normal code is the float's own bits, rounded at the twentieth; adding 2¹⁴, whose
+    last place is 2⁻⁹, rounds to a subnormal one.
+    """
+    if NATIVE:
+        return _clamped(quotient, E4M3_MAX).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = quotient.to(tl.uint32, bitcast=True)
+    size = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), E4M3_MAX)
+    whole = size.to(tl.uint32, bitcast=True)
+    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, subnormal, normal)
+    code = tl.where(quotient != quotient, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _tile_scale(tiles, FLOOR: tl.constexpr, POW2: tl.constexpr):
+    """The scale [rows, tiles] of latent tiles; a NaN channel does not take part in it."""
+    largest = tl.max(tl.where(tiles == tiles, tl.abs(tiles), 0.0), 2)
+    scale = tl.maximum(tl.div_rn(largest, E4M3_MAX), FLOOR)
+    if POW2:
+        # Adding the largest mantissa carries into the exponent unless the mantissa is 0.
+        bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _cache_write_kernel(
+    kv_c,
+    k_pe,
+    latent,
+    rope,
+    scales,
+    kv_scale,
+    slot_mapping,
+    num_tokens,
+    block_bytes,
+    slot_bytes,
+    stride_kv_c,
+    stride_kv_c_channel,
+    stride_k_pe,
+    stride_k_pe_channel,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    R_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALING: tl.constexpr,
+    FLOOR: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The entries of ROWS tokens in their slots; of a token with a negative slot nothing is read or written.
+
+    Grid: row blocks. Channels pass through float32; quotients are divided, never multiplied by a reciprocal.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    place = tl.load(slot_mapping + row, mask=row < num_tokens, other=-1)
+    live = place >= 0
+    page = place // BLOCK_SIZE
+    slot = place % BLOCK_SIZE
+
+    tile = tl.arange(0, TILES)
+    channel = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    real = live[:, None, None] & (channel < C)[None, :, :]
+    p_kv_c = kv_c + row[:, None, None] * stride_kv_c + channel[None, :, :] * stride_kv_c_channel
+    x = _float32(tl.load(p_kv_c, mask=real, other=0.0))
+    if SCALING == "none":
+        entry = _stored(x, latent.dtype.element_ty)
+    elif SCALING == "tensor":
+        scale = tl.load(kv_scale)
+        entry = _code(tl.div_rn(x, scale), NATIVE)
+    else:
+        x = _clamped(x, TILED_MAX)
+        scale = _tile_scale(x, FLOOR, POW2)
+        entry = _code(tl.div_rn(x, scale[:, :, None]), NATIVE)
+        first = page * (block_bytes // 4) + slot * (slot_bytes // 4)
+        p_scale = scales + first[:, None] + tile[None, :]
+        tl.store(p_scale, scale, mask=live[:, None] & (tile * TILE < C)[None, :])
+    size: tl.constexpr = latent.dtype.element_ty.primitive_bitwidth // 8
+    start = page * (block_bytes // size) + slot * (slot_bytes // size)
+    tl.store(latent + start[:, None, None] + channel[None, :, :], entry, mask=real)
+
+    if R:
+        turned = tl.arange(0, R_PADDED)
+        real_pe = live[:, None] & (turned < R)[None, :]
+        p_k_pe = k_pe + row[:, None] * stride_k_pe + turned[None, :] * stride_k_pe_channel
+        x_pe = _float32(tl.load(p_k_pe, mask=real_pe, other=0.0))
+        if SCALING == "tensor":
+            entry_pe = _code(tl.div_rn(x_pe, scale), NATIVE)
+        else:
+            entry_pe = _stored(x_pe, rope.dtype.element_ty)
+        size_pe: tl.constexpr = rope.dtype.element_ty.primitive_bitwidth // 8
+        start_pe = page * (block_bytes // size_pe) + slot * (slot_bytes // size_pe)
+        tl.store(rope + start_pe[:, None] + turned[None, :], entry_pe, mask=real_pe)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_states_kernel(
+    outs,
+    lses,
+    out,
+    lse,
+    num_rows,
+    num_heads,
+    num_states,
+    stride_outs_state,
+    stride_outs_token,
+    stride_outs_head,
+    stride_lses_state,
+    stride_lses_token,
+    stride_lses_head,
+    stride_out_token,
+    stride_out_head,
+    V: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """``out`` and ``lse`` of ROWS (token, head) pairs, states in their order.
+
+    Grid: row blocks. AHEAD states are loaded at a time. Sums are float32, float64 for float64 outputs. The
+    largest log-sum-exp is subtracted before any exponential. An empty state is not read; a lone one has a
+    weight of exactly 1 and a logarithm of exactly 0.
+    """
+    dtype: tl.constexpr = out.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    live = row < num_rows
+    token = row // num_heads
+    head = row % num_heads
+    p_lse = lses + token * stride_lses_token + head * stride_lses_head
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    p_state = p_lse
+    for first in range(0, num_states, AHEAD):
+        for i in tl.static_range(AHEAD):
+            b_lse = tl.load(p_state, mask=live & (first + i < num_states), other=float("-inf"))
+            top = tl.maximum(top, b_lse)
+            p_state += stride_lses_state
+
+    shift = tl.where(top == float("-inf"), 0.0, top).to(wide)
+    channel = tl.arange(0, V_PADDED)
+    real = (channel < V)[None, :]
+    p_out = outs + (token * stride_outs_token + head * stride_outs_head)[:, None] + channel[None, :]
+    total = tl.zeros([ROWS], wide)
+    mixed = tl.zeros([ROWS, V_PADDED], wide)
+    for first in range(0, num_states, AHEAD):
+        for i in tl.static_range(AHEAD):
+            b_lse = tl.load(p_lse, mask=live & (first + i < num_states), other=float("-inf"))
+            weight = tl.exp(b_lse.to(wide) - shift)
+            b_out = tl.load(p_out, mask=(weight != 0.0)[:, None] & real, other=0.0)
+            value = _float32(b_out) if dtype == tl.bfloat16 else b_out.to(wide)
+            total += weight
+            mixed += weight[:, None] * value
+            p_lse += stride_lses_state
+            p_out += stride_outs_state
+
+    # The heaviest weight is 1, so a total of 0 is that of empty states alone.
+    any_seen = total != 0.0
+    divisor = tl.where(any_seen, total, 1.0)
+    merged = mixed / divisor[:, None]
+    merged = _round(merged, dtype) if dtype == tl.bfloat16 else merged.to(dtype)
+    b_merged = tl.where(any_seen, shift + tl.log(divisor), float("-inf")).to(tl.float32)
+    # Where the result takes the place of a state: every thread has read its part of all of them.
+    tl.debug_barrier()
+    p_merged = out + (token * stride_out_token + head * stride_out_head)[:, None] + channel[None, :]
+    tl.store(p_merged, merged, mask=live[:, None] & real)
+    tl.store(lse + row, b_merged, mask=live)

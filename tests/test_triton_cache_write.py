@@ -1,0 +1,197 @@
+"""Writing into the cache in plain Triton: judged, and byte for byte what the encoder gives."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_trials import random_case
+from test_compile import SHARED_BYTES
+
+from mla_fast.triton_cache_write import BACKEND
+from mla_ref.cache_write import cache_write
+from mla_ref.case import DTYPES, Case
+from mla_ref.config import MLAConfig
+from mla_ref.formats import cache_format, formats
+from mla_ref.layout import CacheLayout
+from mla_ref.problems.cache_write import PROBLEM, CacheWriteInputs
+from oracles.oracle import private_copy, storage_bytes
+from oracles.verdict import PASS, UNSUPPORTED
+from oracles.verify import judge
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VARIANTS = {"default": BACKEND.fn, **BACKEND.variants}
+FAR = 2**40 // 3 // 4 * 4  # bytes between two blocks
+
+
+def case_of(**changes: Any) -> Case:
+    """New tokens of four requests, one idle, one with more tokens than it has cached."""
+    config = MLAConfig(
+        name="writes", hidden_size=64, num_heads=2, q_lora_rank=None, kv_lora_rank=256,
+        qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    return Case(
+        **{
+            "problem": "cache_write", "config": config, "q_lens": (5, 1, 0, 9), "kv_lens": (21, 1, 7, 6),
+            "block_size": 16, "kv_scale": 0.0173, **changes,
+        }
+    )  # fmt: skip
+
+
+def stored_bytes(fn: Any, inputs: CacheWriteInputs) -> torch.Tensor:
+    private = private_copy(inputs)
+    fn(*private)
+    return storage_bytes(private.kv_cache)
+
+
+@pytest.mark.parametrize("fmt", sorted(formats()))
+def test_every_claim_about_every_format(fmt: str, seed: int) -> None:
+    layout = CacheLayout(entry_align=64, block_gap=128, offset=32)
+    verdicts = judge(BACKEND, case_of(cache_format=fmt, layout=layout, seed=seed), device=DEVICE.type)
+    assert {v.variant for v in verdicts} == set(VARIANTS)
+    assert [f"{v.variant} {v.oracle}: {v.detail}" for v in verdicts if v.status != PASS] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", sorted(formats()))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bytes_are_the_encoders(fmt: str, dtype: str, variant: str, seed: int) -> None:
+    for regime in ("tiles", "tiny", "outlier"):
+        case = case_of(cache_format=fmt, dtype=dtype, regime=regime, seed=seed, block_size=3)
+        inputs = PROBLEM.materialize(case, DEVICE)
+        assert torch.equal(stored_bytes(VARIANTS[variant], inputs), stored_bytes(cache_write, inputs))
+
+
+def test_judged_on_random_cases(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(25):
+        case = random_case(draw, "cache_write")
+        for verdict in judge(replace(BACKEND, variants={}), case, device=DEVICE.type, oracles=("stored",)):
+            assert verdict.status == PASS, f"{verdict.detail} {case.to_json()}"
+
+
+def entry_of(x: torch.Tensor, fmt: str, c: int, scale: float = 1.0) -> CacheWriteInputs:
+    """A cache of as many slots as there are rows of c channels in ``x``, all of them written."""
+    kv_c = x.reshape(-1, c)
+    t, layout = len(kv_c), cache_format(fmt)
+    return CacheWriteInputs(
+        kv_c=kv_c.to(DEVICE),
+        k_pe=kv_c[:, :8].to(DEVICE),
+        kv_cache=torch.zeros(t, 1, layout.entry_width(c, 8), dtype=layout.dtype, device=DEVICE),
+        slot_mapping=torch.arange(t, device=DEVICE),
+        cache_format=layout,
+        kv_scale=torch.tensor(scale, device=DEVICE),
+    )
+
+
+def near_every_code() -> torch.Tensor:
+    """Every finite e4m3 value and every midpoint, what lies next to each in float32, and what is beyond."""
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = torch.cat([(codes[1:] + codes[:-1]) / 2.0, torch.tensor([464.0, 2.0**-10])])
+    exact = torch.cat([codes, middles])
+    size = torch.cat([exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(0.0))])
+    beyond = torch.tensor([1e-45, 1e-38, 480.0, 1e6, 3e38, torch.inf])
+    size = torch.cat([size, beyond])
+    return torch.cat([size, -size])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("scale", [1.0, 0.0173, 2.0**-140, 3.0e38])
+def test_every_code_and_every_tie(variant: str, scale: float) -> None:
+    x = near_every_code() * scale
+    x = torch.cat([x, torch.full((-len(x) % 16,), torch.nan)])
+    inputs = entry_of(x, "fp8_e4m3", 16, scale)
+    assert torch.equal(stored_bytes(VARIANTS[variant], inputs), stored_bytes(cache_write, inputs))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "fp8_ds_mla_pow2"])
+def test_scales_of_tiles_of_any_size(variant: str, fmt: str) -> None:
+    """Tiles whose largest magnitude runs through every binade, next to a power of two, and 0 and infinity."""
+    powers = torch.exp2(torch.arange(-149.0, 128.0))
+    above = powers.nextafter(torch.tensor(torch.inf))
+    tops = torch.cat([powers * 448.0, powers, above, torch.tensor([0.0, torch.inf])])
+    inputs = entry_of(tops[:, None] * torch.linspace(-1.0, 1.0, 128), fmt, 128)
+    assert torch.equal(stored_bytes(VARIANTS[variant], inputs), stored_bytes(cache_write, inputs))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fmt", sorted(formats()))
+def test_a_nan_stays_one_and_spoils_no_other_channel(variant: str, fmt: str) -> None:
+    x = torch.linspace(-3.0, 5.0, 256)
+    x[[3, 200]] = torch.nan
+    inputs = entry_of(x, fmt, 256, 0.0173)
+    stored = VARIANTS[variant](*private_copy(inputs)).kv_cache, cache_write(*private_copy(inputs)).kv_cache
+    got, want = (inputs.cache_format.decode(y[0], 256, 8, inputs.kv_scale, torch.float32) for y in stored)
+    for part, expected in zip(got, want, strict=True):
+        assert part.isnan().any()
+        assert torch.equal(part.nan_to_num(nan=9e9), expected.nan_to_num(nan=9e9))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
+def test_slots_beyond_32_bits(fmt: str, tmp_path: Path) -> None:
+    """Three blocks, a third of a terabyte apart, in a file with holes."""
+    if DEVICE.type != "cpu":
+        pytest.skip("the file is memory of the host")
+    case = case_of(cache_format=fmt, q_lens=(9,), kv_lens=(11,), block_size=4)
+    inputs = PROBLEM.materialize(case, DEVICE)
+    n, k, e = inputs.kv_cache.shape
+    size = inputs.kv_cache.element_size()
+    pool = torch.from_file(str(tmp_path / "pool"), shared=True, size=n * FAR, dtype=torch.uint8)
+    far = pool.view(inputs.kv_cache.dtype).as_strided((n, k, e), (FAR // size, e, 1))
+    far.copy_(inputs.kv_cache)
+    BACKEND.fn(*inputs._replace(kv_cache=far))
+    cache_write(*inputs)
+    assert torch.equal(far.view(torch.uint8), inputs.kv_cache.view(torch.uint8))
+
+
+def test_channels_of_any_stride(seed: int) -> None:
+    inputs = PROBLEM.materialize(case_of(cache_format="fp8_ds_mla", seed=seed), DEVICE)
+    want = stored_bytes(BACKEND.fn, inputs)
+    turned = inputs._replace(kv_c=inputs.kv_c.T.contiguous().T, k_pe=inputs.k_pe.T.contiguous().T)
+    assert torch.equal(stored_bytes(BACKEND.fn, turned), want)
+
+
+def test_unaligned_scales_are_declined() -> None:
+    case = case_of(cache_format="fp8_ds_mla", layout=CacheLayout(offset=2))
+    assert {v.status for v in judge(BACKEND, case, device=DEVICE.type)} == {UNSUPPORTED}
+    assert BACKEND.supports(case) == "the offset of 2 bytes is no multiple of 4"
+    with pytest.raises(ValueError, match=r"address is \d+ bytes, must be a multiple of 4"):
+        BACKEND.fn(*PROBLEM.materialize(case, DEVICE))
+
+
+def test_no_tokens_at_all() -> None:
+    inputs = PROBLEM.materialize(case_of(q_lens=(0,), kv_lens=(3,)), DEVICE)
+    before = inputs.kv_cache.clone()
+    assert BACKEND.fn(*inputs).kv_cache is inputs.kv_cache
+    assert torch.equal(inputs.kv_cache.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_copying_kernels_compile_without_spilling(capability: int, tmp_path: Path) -> None:
+    """And with accesses of 16 bytes: every one but the scales, slots and rope of few rows at 512 channels."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compiled_copy_kernels.py")
+    ran = subprocess.run(
+        [sys.executable, script, str(capability)],
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    kernels = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(kernels) == 18
+    for kernel in kernels:
+        assert kernel["STACK"] == 0, kernel
+        assert kernel["shared"] <= SHARED_BYTES[capability], kernel
+        if kernel["case"][3] == 512:
+            for kind in ("loads", "stores"):
+                assert "16" in kernel[kind], kernel
+                assert kernel[kind].get("1", 0) == 0, kernel

@@ -21,10 +21,13 @@ boundary: there the truth goes on from the rounded value, and elsewhere from the
 candidates (the stage cut).
 
 The truth's own float64 error has the same form, so u is enlarged by float64's roundoff and covers both.
+
+What is claimed here holds always. What holds but for one check in 10⁹, because rounding errors of the weights
+do not conspire, is in ``likely.py`` and ``ensemble.py``, which have the only other tolerances.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -206,11 +209,12 @@ def attended(
     numerics: Numerics,
     dtype: torch.dtype,
     query_error: tuple[torch.Tensor, torch.Tensor] | None = None,
+    weighing: "Weighing | None" = None,
 ) -> tuple[Ball, Ball, int]:
     """out [t h v] before it is rounded to its type, lse [t h], and the number of ill-conditioned rows.
 
     dtype: the query's. query_error: how far the two parts of the query may be from those of ``inputs``, where
-    they are not given but computed.
+    they are not given but computed. weighing: what the rounding of the weights does; None: the most it can.
     """
     query, projected = inputs[0], hasattr(inputs, "w_uk")
     if (numerics.form != "latent") != projected:
@@ -218,17 +222,29 @@ def attended(
         raise ValueError(f"numerics: form is {numerics.form!r}, must be {forms} for {type(inputs).__name__}")
     out = query.new_full((2, *query.shape[:2], value_width(inputs)), torch.nan, dtype=torch.float64)
     lse = query.new_full((2, *query.shape[:2]), torch.nan, dtype=torch.float64)
-    acc, ill = accumulator(numerics, dtype), 0
+    weighing, ill = weighing or certainly(numerics, dtype), 0
 
-    prepare = partial(_operands, numerics=numerics, dtype=dtype, query_error=query_error)
-    for rows in attention_rows(inputs, type_named(numerics.kv, dtype), prepare):
-        error = abs(inputs.softmax_scale) * _dot_error(rows.operands, numerics, acc)
-        shared = _shared(rows, error.masked_fill(~rows.seen, 0.0), numerics, dtype)
-        parts = (*_row_out(rows, shared, inputs, numerics, dtype), rows.lse, _lse_radius(rows, shared))
+    for rows, shared in rows_and_errors(inputs, numerics, dtype, query_error):
+        judged = _Judged(rows, shared, inputs, numerics, dtype, weighing)
+        parts = (*_row_out(judged), rows.lse, _lse_radius(rows, shared, weighing.lse(rows, shared)))
         for whole, part in zip((*out, *lse), parts, strict=True):
             whole[rows.tokens, rows.heads] = part.transpose(0, 1)
         ill += int((shared.total >= ILL_CONDITIONED).sum())
     return Ball(*out), Ball(*lse), ill
+
+
+def rows_and_errors(
+    inputs: Any,
+    numerics: Numerics,
+    dtype: torch.dtype,
+    query_error: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Iterator[tuple[Rows, "Shared"]]:
+    """Every row of an attention problem as the declared form computes it, and what it errs by."""
+    acc = accumulator(numerics, dtype)
+    prepare = partial(_operands, numerics=numerics, dtype=dtype, query_error=query_error)
+    for rows in attention_rows(inputs, type_named(numerics.kv, dtype), prepare):
+        error = abs(inputs.softmax_scale) * _dot_error(rows.operands, numerics, acc)
+        yield rows, _shared(rows, error.masked_fill(~rows.seen, 0.0), numerics, dtype)
 
 
 def _operands(
@@ -301,14 +317,16 @@ def _dot_error(operands: Operands, numerics: Numerics, acc: Format) -> torch.Ten
     return error
 
 
-class _Shared(NamedTuple):
+class Shared(NamedTuple):
     """What one row's output and log-sum-exp have in common; [h s …].
 
     format: the accumulator's. keys: visible keys of each row, at least 1 [s].
     excess [h s j]: its sum bounds what the shared errors add to the sum of the weights, p·τ. total [h s]: it.
     sums: γ of adding the weights, or their products with a channel, over all tiles and splits [s].
-    normaliser: relative error of the denominator, however the row is divided by it.
-    lse: error of the log-sum-exp beyond that of its weights.
+    summed: roundoff of the weights that the denominator sums; 0 where they are not rounded.
+    denominator [s]: relative error of the denominator beyond that.
+    division [h s]: of dividing by it, however the row is divided.
+    lse [h s]: error of the log-sum-exp beyond that of its weights and of their sum.
     """
 
     format: Format
@@ -316,11 +334,56 @@ class _Shared(NamedTuple):
     excess: torch.Tensor
     total: torch.Tensor
     sums: torch.Tensor
-    normaliser: torch.Tensor
+    summed: float
+    denominator: torch.Tensor
+    division: torch.Tensor
     lse: torch.Tensor
 
 
-def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.dtype) -> _Shared:
+class Weighing(NamedTuple):
+    """What the rounding of the weights may do.
+
+    moved: (rows, shared, values, mean, mixture, reach) -> by how much it moves Σ p v [h s v], and relative to
+        the mean what it does to the denominator beyond that [h s]. reach [h s v]: Σ p|v| that it acts on.
+    lse: (rows, shared) -> relative to their sum, by how much it moves the sum of the weights [h s].
+    """
+
+    moved: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    lse: Callable[[Rows, Shared], torch.Tensor]
+
+
+def certainly(numerics: Numerics, query: torch.dtype) -> Weighing:
+    """Every weight errs by its whole roundoff, in the worst direction."""
+    roundoff = number_format(numerics.p, query).roundoff
+
+    def moved(
+        rows: Rows,
+        shared: Shared,
+        values: torch.Tensor,
+        mean: torch.Tensor,
+        mixture: "Mixture",
+        reach: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return roundoff * reach, lse(rows, shared)
+
+    def lse(rows: Rows, shared: Shared) -> torch.Tensor:
+        return torch.full_like(shared.total, shared.summed)
+
+    return Weighing(moved, lse)
+
+
+class _Judged(NamedTuple):
+    """Rows, what they err by, and what it depends on."""
+
+    rows: Rows
+    shared: Shared
+    inputs: Any
+    numerics: Numerics
+    dtype: torch.dtype
+    weighing: Weighing
+
+
+def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.dtype) -> Shared:
     """The errors that numerator and denominator share, as excess weight. scaled [h s j]: the scores' own.
 
     Relative error of a weight, e^η (1 + ε)^(T+1) - 1, with η of its exponent: the score's; 4u|s| for scaling
@@ -357,18 +420,20 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
     per_key = max(numerics.dot_roundings, 1.0)
     sums = gamma(per_key * keys + 2.0 * tiles + splits + 4 * depth + SPARE_ROUNDINGS, u)
     rounding = 4.0 * u * (lse.abs() + top.abs()) + log_error * (1.0 + log_keys) + exp_error
-    denominator = sums
+    denominator, summed = sums, 0.0
     if numerics.p != EXACT and numerics.sum_rounded_p is not False:
         p = number_format(numerics.p, query)
-        denominator = sums + p.roundoff + keys * p.underflow
-    return _Shared(
+        denominator, summed = sums + keys * p.underflow, p.roundoff
+    return Shared(
         format=acc,
         keys=keys,
         excess=excess,
         total=excess.sum(-1),
         sums=sums,
-        normaliser=denominator + rounding,
-        lse=_compounded(denominator) + rounding + merge + beyond,
+        summed=summed,
+        denominator=denominator,
+        division=rounding,
+        lse=rounding + merge + beyond,
     )
 
 
@@ -376,37 +441,42 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
     return x.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
-def _lse_radius(rows: Rows, shared: _Shared) -> torch.Tensor:
-    """[h s] ln Σ p e^η, which holds for errors of any size, plus the rounding of the logarithm itself."""
-    radius = (torch.log1p(shared.total) + shared.lse) * INFLATION
+def _lse_radius(rows: Rows, shared: Shared, summed: torch.Tensor) -> torch.Tensor:
+    """[h s] ln Σ p e^η, which holds for errors of any size, plus the rounding of the logarithm itself.
+
+    summed: what rounding the weights does to their sum.
+    """
+    own = _compounded(shared.denominator + summed)
+    radius = (torch.log1p(shared.total) + own + shared.lse) * INFLATION
     return radius.masked_fill(rows.lse.isneginf(), 0.0)
 
 
-class _Mixture(NamedTuple):
+class Mixture(NamedTuple):
     """Weighted sums under shared errors: Δ, and the Σ p (1 + τ) |v| / (1 - Σ p τ) of relative errors."""
 
     shift: torch.Tensor
     mass: torch.Tensor
 
 
-def _mixture(rows: Rows, shared: _Shared, values: torch.Tensor, mean: torch.Tensor) -> _Mixture:
+def mixed(rows: Rows, shared: Shared, values: torch.Tensor, mean: torch.Tensor) -> Mixture:
+    """What the shared errors do to the weighted sums of values, whose exact result is ``mean``."""
     total = shared.total[..., None]
     square = mix(shared.excess, values.square()) + mean.square() * total
     centred = (square - 2.0 * mean * mix(shared.excess, values)).clamp(min=0.0) + 2.0**-40 * square
     low, high = _hull(rows.seen, values)
     hull = torch.maximum(high - mean, mean - low).clamp(min=0.0)
     shift = torch.minimum(torch.sqrt(total * centred) / _room(shared), hull)
-    return _Mixture(torch.where(total >= ILL_CONDITIONED, hull, shift), _average(rows, shared, values.abs()))
+    return Mixture(torch.where(total >= ILL_CONDITIONED, hull, shift), _average(rows, shared, values.abs()))
 
 
-def _average(rows: Rows, shared: _Shared, x: torch.Tensor) -> torch.Tensor:
+def _average(rows: Rows, shared: Shared, x: torch.Tensor) -> torch.Tensor:
     """[h s v] the most that the weighted average of x ≥ 0 [h j v] or [1 j v] is under the shared errors."""
     largest = _hull(rows.seen, x)[1]
     average = torch.minimum(mix(rows.weights + shared.excess, x) / _room(shared), largest)
     return torch.where(shared.total[..., None] >= ILL_CONDITIONED, largest, average)
 
 
-def _room(shared: _Shared) -> torch.Tensor:
+def _room(shared: Shared) -> torch.Tensor:
     """[h s 1] what is at least left of the sum of the weights."""
     return 1.0 - shared.total.clamp(max=ILL_CONDITIONED)[..., None]
 
@@ -422,52 +492,67 @@ def _hull(seen: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch
     return values.cummin(1).values[:, last], values.cummax(1).values[:, last]
 
 
+def channel_roundings(shared: Shared, numerics: Numerics, query: torch.dtype) -> torch.Tensor:
+    """[s 1] ρ: what every channel is rounded by: products with values, sums over keys, partial results."""
+    rounded = 1.0 + number_format(numerics.p, query).roundoff
+    partial = (1.0 + number_format(numerics.partial, query).roundoff) ** numerics.merge_depth
+    return ((1.0 + shared.sums) * partial - 1.0)[:, None] * rounded
+
+
 def _mixed_radius(
-    mixture: _Mixture,
+    judged: _Judged,
+    values: torch.Tensor,
+    mean: torch.Tensor,
+    mixture: Mixture,
     reach: torch.Tensor,
     rounded: torch.Tensor,
     absolute: torch.Tensor,
-    mean: torch.Tensor,
-    shared: _Shared,
-    numerics: Numerics,
-    query: torch.dtype,
 ) -> torch.Tensor:
     """[h s v] Δ + [u_P · rounded + ρ · reach + absolute + ν (|o| + Δ)] / (1 - ν).
 
     rounded, reach: magnitudes that the rounding of the weights and every rounding of a single channel act on.
-    absolute: numerator errors that are no multiple of those. ρ: products with the values, sums over keys,
-    tiles and splits, partial results. ν: the denominator's error, common to all channels.
+    absolute: numerator errors that are no multiple of those. ν: the denominator's error, common to all
+    channels.
     """
-    p = number_format(numerics.p, query)
-    partial = (1.0 + number_format(numerics.partial, query).roundoff) ** numerics.merge_depth
-    channel = ((1.0 + shared.sums) * partial - 1.0)[:, None] * (1.0 + p.roundoff)
-    numerator = p.roundoff * rounded + channel * reach + absolute
-    normaliser = shared.normaliser[..., None]
-    radius = (numerator + normaliser * (mean.abs() + mixture.shift)) / (1.0 - normaliser)
-    return mixture.shift + radius.masked_fill(normaliser >= 1.0, NO_CLAIM)
+    rows, shared, _, numerics, query, weighing = judged
+    moved, beyond = weighing.moved(rows, shared, values, mean, mixture, rounded)
+    numerator = moved + channel_roundings(shared, numerics, query) * reach + absolute
+    own = shared.denominator + shared.division
+    normaliser = (own + beyond)[..., None]
+    divided = (own + shared.summed)[..., None]
+    radius = (numerator + normaliser * (mean.abs() + mixture.shift)) / (1.0 - divided)
+    return mixture.shift + radius.masked_fill(divided >= 1.0, NO_CLAIM)
 
 
-def _row_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, dtype: torch.dtype) -> Ball:
+def _row_out(judged: _Judged) -> Ball:
     """[h s v] the output before it is rounded to its own type.
 
     In latent space every channel's roundings act on Σ p|v|. Expanded values have an error of their own, which
     is mixed like them, and roundings act on it too.
     """
+    rows, shared, inputs, numerics, dtype, _ = judged
     if numerics.form == "absorbed":
-        return _absorbed_out(rows, shared, inputs, numerics, dtype)
+        return _absorbed_out(judged)
     values = rows.operands.values
-    mixture = _mixture(rows, shared, values, rows.out)
-    absolute = _absolute(rows, shared, values, numerics, dtype)
-    reach = mixture.mass
-    if numerics.form == "expanded":
-        error = _expansion_error(rows, shared, inputs, numerics)
-        absolute, reach = absolute + error, reach + error
-    radius = _mixed_radius(mixture, reach, reach, absolute, rows.out, shared, numerics, dtype)
+    mixture = mixed(rows, shared, values, rows.out)
+    absolute, reach = numerator_errors(rows, shared, mixture, inputs, numerics, dtype)
+    radius = _mixed_radius(judged, values, rows.out, mixture, reach, reach, absolute)
     return _finish(Ball(rows.out, radius), rows)
 
 
+def numerator_errors(
+    rows: Rows, shared: Shared, mixture: Mixture, inputs: Any, numerics: Numerics, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[h s v] errors of Σ p v that are no multiple of Σ p|v|, and the Σ p|v| that roundings act on."""
+    absolute = _absolute(rows, shared, rows.operands.values, numerics, dtype)
+    if numerics.form != "expanded":
+        return absolute, mixture.mass
+    error = _expansion_error(rows, shared, inputs, numerics)
+    return absolute + error, mixture.mass + error
+
+
 def _absolute(
-    rows: Rows, shared: _Shared, values: torch.Tensor, numerics: Numerics, query: torch.dtype
+    rows: Rows, shared: Shared, values: torch.Tensor, numerics: Numerics, query: torch.dtype
 ) -> torch.Tensor:
     """Underflow: of the weights in their type, of products, sums and partial results."""
     lost = number_format(numerics.p, query).underflow
@@ -477,7 +562,7 @@ def _absolute(
     return (lost * mix(seen, values.abs()) + flush) / _room(shared)
 
 
-def _expansion_error(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics) -> torch.Tensor:
+def _expansion_error(rows: Rows, shared: Shared, inputs: Any, numerics: Numerics) -> torch.Tensor:
     """[h s v] what the error of the expanded values adds to the numerator."""
     if rows.operands.value_error is not None:
         return _average(rows, shared, rows.operands.value_error)
@@ -487,7 +572,7 @@ def _expansion_error(rows: Rows, shared: _Shared, inputs: Any, numerics: Numeric
     return dot * torch.einsum("hsc,hvc->hsv", latent, inputs.w_uv[rows.heads].double().abs())
 
 
-def _absorbed_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, dtype: torch.dtype) -> Ball:
+def _absorbed_out(judged: _Judged) -> Ball:
     """[h s v] the intersection of two balls, each of which holds every right output.
 
     The latent output is mixed and materialised before w_uv. Cut there, it is a ball of its own and w_uv is
@@ -495,6 +580,7 @@ def _absorbed_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, 
     values, and only what differs from channel to channel acts on Σ|w_uv| Σ p|c|. The first is sharp while the
     ball is narrower than the operand type, the second when it is not.
     """
+    rows, shared, inputs, numerics, dtype, _ = judged
     operands = rows.operands
     weight = inputs.w_uv[rows.heads].double()
     size, acc = weight.abs(), shared.format
@@ -503,10 +589,10 @@ def _absorbed_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, 
         return torch.einsum("hsc,hvc->hsv", x, matrix)
 
     latent_out = mix(rows.weights, operands.key)
-    latent = _mixture(rows, shared, operands.key, latent_out)
+    latent = mixed(rows, shared, operands.key, latent_out)
     latent_absolute = _absolute(rows, shared, operands.key, numerics, dtype)
     latent_radius = INFLATION * _mixed_radius(
-        latent, latent.mass, latent.mass, latent_absolute, latent_out, shared, numerics, dtype
+        judged, operands.key, latent_out, latent, latent.mass, latent.mass, latent_absolute
     )
     width = operands.key.shape[-1]
     dot = gamma(numerics.dot_roundings * width + SPARE_ROUNDINGS, acc.roundoff)
@@ -514,19 +600,20 @@ def _absorbed_out(rows: Rows, shared: _Shared, inputs: Any, numerics: Numerics, 
     last = width * acc.flush
     cut_out = Ball(project(cut.mid, weight), project(cut.radius + dot * cut.size()) + last)
 
-    mixture = _mixture(rows, shared, operands.values, rows.out)
+    mixture = mixed(rows, shared, operands.values, rows.out)
     reach = project(latent.mass)
     rounded = mixture.mass if numerics.shared_p else reach
     absolute = project(latent_absolute)
-    radius = _mixed_radius(mixture, reach, rounded, absolute, rows.out, shared, numerics, dtype)
+    radius = _mixed_radius(judged, operands.values, rows.out, mixture, reach, rounded, absolute)
     operand = number_format(numerics.operand, dtype)
     rounding = (operand.roundoff + dot * (1.0 + operand.roundoff)) * (latent_out.abs() + latent_radius)
     radius = radius + project(rounding + operand.underflow) + last
     radius = radius + gamma(width + SPARE_ROUNDINGS, FLOAT64_ROUNDOFF) * reach
-    return _intersection(_finish(cut_out, rows), _finish(Ball(rows.out, radius), rows))
+    return intersection(_finish(cut_out, rows), _finish(Ball(rows.out, radius), rows))
 
 
-def _intersection(a: Ball, b: Ball) -> Ball:
+def intersection(a: Ball, b: Ball) -> Ball:
+    """Every value that is in both."""
     low = torch.maximum(a.mid - a.radius, b.mid - b.radius)
     high = torch.minimum(a.mid + a.radius, b.mid + b.radius)
     return _between(low, torch.maximum(low, high), b.mid)
@@ -553,10 +640,13 @@ def merge_states(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
     declared = replace(numerics, max_splits=max(numerics.max_splits, num_states))
     shared = _shared(rows, torch.zeros_like(rows.scores), declared, query)
     values = rows.operands.values
-    mixture = _mixture(rows, shared, values, rows.out)
+    mixture = mixed(rows, shared, values, rows.out)
     absolute = _absolute(rows, shared, values, declared, query)
-    radius = _mixed_radius(mixture, mixture.mass, mixture.mass, absolute, rows.out, shared, declared, query)
-    out, lse = _finish(Ball(rows.out, radius), rows), Ball(rows.lse, _lse_radius(rows, shared))
+    weighing = certainly(declared, query)
+    judged = _Judged(rows, shared, inputs, declared, query, weighing)
+    radius = _mixed_radius(judged, values, rows.out, mixture, mixture.mass, mixture.mass, absolute)
+    out = _finish(Ball(rows.out, radius), rows)
+    lse = Ball(rows.lse, _lse_radius(rows, shared, weighing.lse(rows, shared)))
     return {
         "out": Admissible(out.mid.reshape(t, h, v), out.radius.reshape(t, h, v), query),
         "lse": Admissible(lse.mid.reshape(t, h), lse.radius.reshape(t, h), torch.float32),

@@ -42,6 +42,8 @@ def simulated(problem: str, numerics: Numerics, schedule: Schedule) -> Backend:
         max_splits=schedule.splits,
         merge_depth=depth,
         shared_p=not schedule.paired,
+        # Weights that are divided by their sum beforehand are rounded after it.
+        sum_rounded_p=numerics.sum_rounded_p and not schedule.normalised,
     )
 
     def latent(*args):

@@ -39,6 +39,8 @@ SHIFT = 12.0
 def check(trial: Trial) -> Finding:
     """Run with the query's number in that channel 0, and a power of two."""
     case = exactly_scaled(trial.case)
+    if not case.config.qk_rope_head_dim:
+        return nothing("without rope channels no channel is the same in every key")
     if not runnable(trial, case):
         return nothing("the backend does not take the probe")
     before, after = (made(make, case, trial.device) for make in (level, raised))

@@ -3,13 +3,25 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from mla_ref.config import MLAConfig, RopeConfig
 from mla_ref.formats import cache_format
 from mla_ref.layout import CacheLayout
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+# The regime whose values were not made but seen.
+RECORDED = "recorded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A file that holds what a model gave its attention, and the hash of its bytes: ``mla_ref.recording``."""
+
+    path: str
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +37,7 @@ class Case:
     num_kv_heads, v_scale, kv_layout: of keys and values that are cached apart (``paged_attention``): heads,
         the scale of the values beside ``kv_scale`` of the keys, and the order of the pool's axes as in
         ``mla_ref.layout_algebra``.
+    recording: where the values of the regime "recorded" are.
     """
 
     problem: str
@@ -41,6 +54,7 @@ class Case:
     num_kv_heads: int = 1
     v_scale: float = 1.0
     kv_layout: str = "l2nkgx"
+    recording: Recording | None = None
 
     def __post_init__(self) -> None:
         if len(self.q_lens) != len(self.kv_lens):
@@ -72,7 +86,7 @@ class Case:
 
 
 # What a JSON value may be for each annotation that Case and its parts use.
-_NESTED = {"config": MLAConfig, "layout": CacheLayout, "rope": RopeConfig}
+_NESTED = {"config": MLAConfig, "layout": CacheLayout, "rope": RopeConfig, "recording": Recording}
 
 
 def _build(kind: type[Any], data: object, where: str) -> Any:
@@ -91,6 +105,8 @@ def _build(kind: type[Any], data: object, where: str) -> Any:
 
 
 def _convert(annotation: Any, name: str, value: object, where: str) -> Any:
+    if value is None and type(None) in get_args(annotation):
+        return None
     if name in _NESTED:
         return _build(_NESTED[name], value, where)
     if annotation == tuple[int, ...]:
@@ -99,10 +115,10 @@ def _convert(annotation: Any, name: str, value: object, where: str) -> Any:
         raise ValueError(f"{where}: expected a list of integers, got {value!r}")
     if annotation is float and type(value) in (int, float):
         return float(value)  # type: ignore[arg-type]
-    if annotation == int | None and (value is None or type(value) is int):
+    if annotation == int | None and type(value) is int:
         return value
-    if annotation == float | None and (value is None or type(value) in (int, float)):
-        return value if value is None else float(value)  # type: ignore[arg-type]
+    if annotation == float | None and type(value) in (int, float):
+        return float(value)  # type: ignore[arg-type]
     if type(value) is annotation:
         return value
     expected = getattr(annotation, "__name__", str(annotation))

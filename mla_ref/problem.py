@@ -9,6 +9,7 @@ import torch
 
 from mla_ref.case import Case
 from mla_ref.formats import cache_format
+from mla_ref.recording import why_not_recorded
 from mla_ref.scan import scan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,8 +26,11 @@ class AttentionOutput(NamedTuple):
 
 
 def why_not_stored(case: Case) -> str | None:
-    """Why the case's format cannot hold the model's latent and rope channels, or None."""
-    return cache_format(case.cache_format).why_not_dims(
+    """Why the case's format cannot hold the model's latent and rope channels, or None.
+
+    A recording that has no such channels counts as well.
+    """
+    return why_not_recorded(case) or cache_format(case.cache_format).why_not_dims(
         case.config.kv_lora_rank, case.config.qk_rope_head_dim
     )
 

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_ref.case import Case
+from mla_ref.case import RECORDED, Case
 from mla_ref.formats import CacheFormat, cache_format
 from mla_ref.layout import allocate
 from mla_ref.pages import block_table, num_blocks_of, scatter, slots
+from mla_ref.recording import recorded_tensor
 from mla_ref.values import REGIMES, Raw, bell
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -32,21 +33,39 @@ def raw_values(case: Case, nope: int, latent: int | None = None) -> Raw:
 
     latent: the model's c where None.
     """
+    if case.regime == RECORDED:
+        return _recorded_values(case, nope)
     if case.regime not in REGIMES:
         raise ValueError(f"case: regime {case.regime!r} is not one of {', '.join(REGIMES)}")
     config, t, n, seed = case.config, sum(case.q_lens), sum(case.kv_lens), case.seed
-    positions = [torch.arange(length) for length in case.kv_lens]
-    lengths = [torch.full((length,), length) for length in case.kv_lens]
-    empty = [torch.empty(0, dtype=torch.int64)]
+    position, length = _positions(case)
     raw = Raw(
         q_nope=bell(seed, "q_nope", t, config.num_heads, nope),
         q_pe=bell(seed, "q_pe", t, config.num_heads, config.qk_rope_head_dim),
         kv_c=bell(seed, "kv_c", n, config.kv_lora_rank if latent is None else latent),
         k_pe=bell(seed, "k_pe", n, config.qk_rope_head_dim),
-        position=torch.cat(empty + positions),
-        length=torch.cat(empty + lengths),
+        position=position,
+        length=length,
     )
     return REGIMES[case.regime](seed, raw)
+
+
+def _recorded_values(case: Case, nope: int) -> Raw:
+    """The same from a recording; queries without channels where a problem takes none."""
+    query = "q_nope" if case.problem == "attention" else "ql_nope"
+    return Raw(
+        *(recorded_tensor(case, query)[..., :nope], recorded_tensor(case, "q_pe")),
+        *(recorded_tensor(case, "kv_c"), recorded_tensor(case, "k_pe")),
+        *_positions(case),
+    )
+
+
+def _positions(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [n], the position of each key in its request, and the length of that request."""
+    empty = [torch.empty(0, dtype=torch.int64)]
+    positions = [torch.arange(length) for length in case.kv_lens]
+    lengths = [torch.full((length,), length) for length in case.kv_lens]
+    return torch.cat(empty + positions), torch.cat(empty + lengths)
 
 
 def kv_scale(case: Case, fmt: CacheFormat, device: torch.device) -> torch.Tensor:

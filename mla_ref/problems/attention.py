@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_ref.case import Case
+from mla_ref.case import RECORDED, Case
 from mla_ref.formats import CacheFormat
 from mla_ref.problem import AttentionOutput, Problem, bind_shapes
 from mla_ref.problems._paged import (
@@ -16,6 +16,7 @@ from mla_ref.problems._paged import (
     paged,
     raw_values,
 )
+from mla_ref.recording import recorded_tensor
 from mla_ref.values import bell
 
 
@@ -83,10 +84,7 @@ def materialize(case: Case, device: torch.device) -> AttentionInputs:
     raw = raw_values(case, config.qk_nope_head_dim)
     dtype = getattr(torch, case.dtype)
     cache = paged(case, raw, device)
-    gain = 1.0 / math.sqrt(config.kv_lora_rank)
-    h, c = config.num_heads, config.kv_lora_rank
-    w_uk = bell(case.seed, "w_uk", h, config.qk_nope_head_dim, c) * gain
-    w_uv = bell(case.seed, "w_uv", h, config.v_head_dim, c) * gain
+    w_uk, w_uv = _weights(case)
     return AttentionInputs(
         q_nope=raw.q_nope.to(dtype).to(device),
         q_pe=raw.q_pe.to(dtype).to(device),
@@ -101,6 +99,16 @@ def materialize(case: Case, device: torch.device) -> AttentionInputs:
         cache_format=cache.cache_format,
         kv_scale=cache.kv_scale,
     )
+
+
+def _weights(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """w_uk [h p c] and w_uv [h v c], float64."""
+    if case.regime == RECORDED:
+        return recorded_tensor(case, "w_uk"), recorded_tensor(case, "w_uv")
+    config = case.config
+    h, c, gain = config.num_heads, config.kv_lora_rank, 1.0 / math.sqrt(config.kv_lora_rank)
+    w_uk = bell(case.seed, "w_uk", h, config.qk_nope_head_dim, c) * gain
+    return w_uk, bell(case.seed, "w_uv", h, config.v_head_dim, c) * gain
 
 
 PROBLEM = Problem(

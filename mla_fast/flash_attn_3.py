@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
 from mla_ref.numerics import FLOAT32, INPUT, Numerics
 from mla_ref.pages import gather
 from mla_ref.problem import AttentionOutput, implements
-from mla_ref.problems.latent_attention import PROBLEM
+from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
 
 PAGED, CONTIGUOUS = "flash_attn_interface", "fa3_fwd_interface"
 FORMATS = {"bf16": "bfloat16", "fp16": "float16"}
@@ -77,24 +77,74 @@ def with_splits(num_splits: int) -> Callable[..., AttentionOutput]:
         Error: float32 scores, sums and partial results; weights rounded to the query's type.
         Source: Dao-AILab/flash-attention, hopper/flash_api.cpp and hopper/softmax.h.
         """
-        c = ql_nope.shape[2]
-        cache = kv_cache
-        if installed() == CONTIGUOUS:
-            cache = contiguous(kv_cache, block_table, cache_seqlens)
-        return attend(
-            q_pe,
-            cache[..., None, c:],
-            cache[..., None, :c],
-            block_table,
-            cu_seqlens_q,
-            cache_seqlens,
-            max_seqlen_q=max_seqlen_q,
-            softmax_scale=softmax_scale,
-            num_splits=num_splits,
-            qv=ql_nope,
+        return _over(
+            cache_of(kv_cache, block_table, cache_seqlens),
+            LatentAttentionInputs(
+                ql_nope,
+                q_pe,
+                kv_cache,
+                block_table,
+                cu_seqlens_q,
+                cache_seqlens,
+                max_seqlen_q,
+                softmax_scale,
+                cache_format,
+                kv_scale,
+            ),
+            num_splits,
         )
 
     return flash_attn_3
+
+
+def cache_of(kv_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> torch.Tensor:
+    """Pages as they are, or one contiguous cache for each request where pages are not taken."""
+    return contiguous(kv_cache, block_table, cache_seqlens) if installed() == CONTIGUOUS else kv_cache
+
+
+def _over(cache: torch.Tensor, inputs: LatentAttentionInputs, num_splits: int) -> AttentionOutput:
+    c = inputs.ql_nope.shape[2]
+    return attend(
+        inputs.q_pe,
+        cache[..., None, c:],
+        cache[..., None, :c],
+        inputs.block_table,
+        inputs.cu_seqlens_q,
+        inputs.cache_seqlens,
+        max_seqlen_q=inputs.max_seqlen_q,
+        softmax_scale=inputs.softmax_scale,
+        num_splits=num_splits,
+        qv=inputs.ql_nope,
+    )
+
+
+def prepare(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    cache_format: CacheFormat,
+    kv_scale: torch.Tensor,
+) -> Prepared:
+    """The copy made, where FlashAttention takes no pages."""
+    inputs = LatentAttentionInputs(
+        ql_nope,
+        q_pe,
+        kv_cache,
+        block_table,
+        cu_seqlens_q,
+        cache_seqlens,
+        max_seqlen_q,
+        softmax_scale,
+        cache_format,
+        kv_scale,
+    )
+    cache = cache_of(kv_cache, block_table, cache_seqlens)
+    return Prepared(lambda: _over(cache, inputs, 0), lambda output: output)
 
 
 def attend(
@@ -145,4 +195,5 @@ BACKEND = Backend(
     requires=requires,
     supports=supports,
     variants={"splits_1": with_splits(1), "splits_5": with_splits(5)},
+    prepare=prepare,
 )

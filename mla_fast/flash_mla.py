@@ -14,7 +14,7 @@ import importlib.util
 
 import torch
 
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
 from mla_ref.numerics import FLOAT32, INPUT, Numerics
@@ -68,6 +68,34 @@ def flash_mla(
     Error: float32 scores and sums; weights rounded to the query's type, by each of two warpgroups for itself.
     Source: deepseek-ai/FlashMLA, csrc/sm90/decode/dense/splitkv_mla.cuh and csrc/smxx/decode/combine.
     """
+    prepared = prepare(
+        ql_nope,
+        q_pe,
+        kv_cache,
+        block_table,
+        cu_seqlens_q,
+        cache_seqlens,
+        max_seqlen_q,
+        softmax_scale,
+        cache_format,
+        kv_scale,
+    )
+    return prepared.finish(prepared.run())  # type: ignore[no-any-return]
+
+
+def prepare(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    cache_format: CacheFormat,
+    kv_scale: torch.Tensor,
+) -> Prepared:
+    """The query concatenated, and scheduler metadata that FlashMLA fills in its first run."""
     from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
     (t, h, c), b = ql_nope.shape, block_table.shape[0]
@@ -76,18 +104,19 @@ def flash_mla(
             f"ql_nope: t={t}, but {b} requests of max_seqlen_q={max_seqlen_q} tokens have another"
         )
     metadata, _ = get_mla_metadata()
-    out, lse = flash_mla_with_kvcache(
-        torch.cat([ql_nope, q_pe], dim=-1).reshape(b, max_seqlen_q, h, -1),
-        kv_cache.unsqueeze(2),
-        block_table.contiguous(),
-        cache_seqlens.contiguous(),
-        c,
-        metadata,
-        softmax_scale=softmax_scale,
-        causal=True,
-    )
-    lse = lse.transpose(1, 2).reshape(t, h)
-    return AttentionOutput(out.reshape(t, h, c), lse.masked_fill(lse == torch.inf, -torch.inf))
+    query = torch.cat([ql_nope, q_pe], dim=-1).reshape(b, max_seqlen_q, h, -1)
+    arguments = query, kv_cache.unsqueeze(2), block_table.contiguous(), cache_seqlens.contiguous()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = flash_mla_with_kvcache(*arguments, c, metadata, softmax_scale=softmax_scale, causal=True)
+        return out, lse
+
+    def finish(result: tuple[torch.Tensor, torch.Tensor]) -> AttentionOutput:
+        out, lse = result
+        lse = lse.transpose(1, 2).reshape(t, h)
+        return AttentionOutput(out.reshape(t, h, c), lse.masked_fill(lse == torch.inf, -torch.inf))
+
+    return Prepared(run, finish)
 
 
 BACKEND = Backend(
@@ -98,4 +127,5 @@ BACKEND = Backend(
     Numerics(p=INPUT, shared_p=False, sum_rounded_p=False, partial=FLOAT32, max_splits=160, min_tile=BLOCK),
     requires=requires,
     supports=supports,
+    prepare=prepare,
 )

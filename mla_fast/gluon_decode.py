@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
 from mla_ref.numerics import INPUT, Numerics
@@ -276,6 +276,29 @@ gluon_decode = implements(PROBLEM, values=False)(_gluon_decode(batch_invariant=F
 batch_invariant = implements(PROBLEM, values=False)(_gluon_decode(batch_invariant=True))
 
 
+def prepare(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    cache_format: CacheFormat,
+    kv_scale: torch.Tensor,
+) -> Prepared:
+    """The plan of a step made, and one layer's attention left."""
+    t, h, _ = ql_nope.shape
+    width = block_table.shape[1] * kv_cache.shape[1]
+    schedule = plan(cu_seqlens_q, cache_seqlens, num_tokens=t, num_heads=h, max_kv_len=width)
+
+    def run() -> AttentionOutput:
+        return attend(schedule, ql_nope, q_pe, kv_cache, block_table, softmax_scale)
+
+    return Prepared(run, lambda output: output)
+
+
 @functools.cache
 def requires(device: str) -> str | None:
     """A Hopper GPU and a Triton that has Gluon."""
@@ -327,4 +350,5 @@ BACKEND = Backend(
     requires,
     supports,
     {"batch_invariant": batch_invariant},
+    prepare,
 )

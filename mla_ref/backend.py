@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_ref.case import Case
 from mla_ref.numerics import Numerics
@@ -19,6 +19,16 @@ def supports_all(case: Case) -> str | None:
     return None
 
 
+class Prepared(NamedTuple):
+    """A call of which everything is done but what an engine repeats in every layer of a step.
+
+    run: the rest. finish: what ``run`` returned, as the problem's output; never timed.
+    """
+
+    run: Callable[[], Any]
+    finish: Callable[[Any], Any]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation.
@@ -29,6 +39,8 @@ class Backend:
     requires: device type -> what is missing there, or None.
     supports: case -> why it is outside the contract, or None.
     variants: further callables with the same signature (split counts, tiles, workspaces). Each is judged.
+    prepare: for timing: called like ``fn``, plans what depends on lengths alone and converts what an engine
+        would keep in the form that is needed. None: nothing can be done ahead.
     """
 
     name: str
@@ -38,6 +50,7 @@ class Backend:
     requires: Callable[[str], str | None] = available
     supports: Callable[[Case], str | None] = supports_all
     variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    prepare: Callable[..., Prepared] | None = None
 
 
 def backends_in(package: str) -> dict[str, Backend]:

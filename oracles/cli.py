@@ -3,11 +3,10 @@
 Exit codes: 0 every claim held; 1 one failed, or a required backend did not run; 2 usage; 3 nothing ran.
 """
 
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -19,23 +18,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer.exceptions import Abort, TyperException
 
-from mla_ref.case import Case
 from mla_ref.formats import cache_format, formats
 from mla_ref.presets import PRESETS
 from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
-from oracles import gate_cli, plan_cli
+from oracles import fuzz_cli, gate_cli, plan_cli
 from oracles.console import GROUPINGS, describe, distinct, label, one_line, python_code, reasons, summary
 from oracles.junit import to_junit
+from oracles.lookup import recipe, stored
 from oracles.matrix import Job, job_of, jobs_of
-from oracles.pool import judge_all, judge_job
+from oracles.pool import judge_all, problems_of
+from oracles.run_directory import Journal, manifest_of, open_run, record_of
 from oracles.tables import TABLES
-from oracles.verdict import BROKEN, HELD, NOT_RUN, Verdict
+from oracles.verdict import BROKEN, CRASH, HELD, NOT_RUN, TIMEOUT, Verdict
 from oracles.verify import backends, use_device
+from oracles.worker import Limits, share_of_memory
 
 OK, FAILED, USAGE, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 3, 130
 MAX_FAILURES = 10
+PATIENCE = "10m"
 LISTED = ("problems", "backends", "formats", "presets", "oracles", "regimes")
 
 app = typer.Typer(
@@ -50,6 +52,9 @@ app.command(context_settings=gate_cli.CONTEXT)(gate_cli.gate)
 Names = list[str] | None
 Device = Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")]
 OnlyOracles = Annotated[Names, typer.Option("--oracle", help="Only this claim; repeatable.")]
+Isolate = Annotated[
+    bool | None, typer.Option("--isolate/--no-isolate", help="Judge in a process of its own, or in this one.")
+]
 Index = Annotated[int | None, typer.Option(min=0, help="Which line of the file; else its first failure.")]
 
 
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(app(words, prog_name="mla-verify", standalone_mode=False) or OK)
     except TyperException as error:
         return _complain(error.format_message(), USAGE)
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         return _complain(str(error), USAGE)
     except Abort:
         return _complain("interrupted", INTERRUPTED)
@@ -123,6 +128,10 @@ def run(
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Every core for cpu, 1 else.")] = None,
     by: Annotated[str, typer.Option(help=f"A line of the table: {', '.join(GROUPINGS)}.")] = "problem",
     require: Annotated[Names, typer.Option(help="Fail unless this backend ran; repeatable.")] = None,
+    timeout: fuzz_cli.Timeout = "",
+    memory: fuzz_cli.Memory = "",
+    isolate: Isolate = None,
+    out: Annotated[Path | None, typer.Option(help="A run directory: begin it, or go on with it.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write each verdict as a line.")] = None,
     junit_file: Annotated[Path | None, typer.Option("--junit", help="Write a JUnit report.")] = None,
 ) -> int:
@@ -133,21 +142,38 @@ def run(
         raise UsageError(f"--by {by!r} is not one of {', '.join(GROUPINGS)}")
     with ExitStack() as files:
         with _typed_by_user():
+            specs = list(dict.fromkeys([*(backend or backends()), *(require or [])]))
+            workers = _workers(jobs, device)
+            limits = _limits(workers, device, isolate, timeout, memory)
+            asked = {
+                "problems": problem or list(problems()),
+                "presets": preset or list(PRESETS),
+                "formats": format_ or list(formats()),
+            }
             todo = jobs_of(
-                specs=list(dict.fromkeys([*(backend or backends()), *(require or [])])),
-                problems=[find_problem(name) for name in problem or problems()],
-                configs=[find_preset(name) for name in preset or PRESETS],
-                formats=[cache_format(name) for name in format_ or formats()],
+                specs=specs,
+                problems=[find_problem(name) for name in asked["problems"]],
+                configs=[find_preset(name) for name in asked["presets"]],
+                formats=[cache_format(name) for name in asked["formats"]],
                 oracles=oracle,
                 device=device,
                 seed=seed,
                 full=full,
+                implemented=problems_of(specs, device, limits),
             )
             lines, report = (
                 files.enter_context(path.open("w", encoding="utf-8")) if path else None
                 for path in (json_file, junit_file)
             )
-        verdicts = _judged(todo, _workers(jobs, device, len(todo)), lines)
+            journal, known = None, {}
+            if out is not None:
+                identity = {"kind": "run", "backends": specs, **asked, "oracles": oracle}
+                manifest = manifest_of(
+                    {**identity, "seed": seed, "full": full}, {"engine": "processes", "jobs": workers}, device
+                )
+                journal = files.enter_context(open_run(out, manifest))
+                known = {record.number: record.judged() for record in journal.records()}
+        verdicts = _judged(todo, min(workers, max(len(todo), 1)), limits, known, journal, lines)
         if report:
             report.write(to_junit(verdicts))
     console = _console()
@@ -165,76 +191,63 @@ def run(
     return _close(console, verdicts, require or [], time.perf_counter() - start)
 
 
-def _workers(asked: int | None, device: str, num_jobs: int) -> int:
-    cores = os.cpu_count() or 1
-    return max(1, min(asked or (cores if torch.device(device).type == "cpu" else 1), num_jobs))
+def _workers(asked: int | None, device: str) -> int:
+    return asked or (os.cpu_count() or 1 if torch.device(device).type == "cpu" else 1)
+
+
+def _limits(workers: int, device: str, isolate: bool | None, timeout: str, memory: str) -> Limits | None:
+    """None: judge in this process. Raises: ValueError on limits that are none, or that need a process."""
+    limited = bool(timeout or memory)
+    if isolate is False and (limited or workers > 1):
+        what = "--timeout and --memory" if limited else f"--jobs {workers}"
+        raise ValueError(f"--no-isolate: {what} need processes of their own")
+    if not (isolate or limited or workers > 1 or torch.device(device).type != "cpu") or isolate is False:
+        return None
+    return Limits(
+        fuzz_cli.duration(timeout or PATIENCE),
+        fuzz_cli.memory_size(memory) if memory else share_of_memory(workers),
+    )
 
 
 @app.command()
 def show(
-    verdicts: Annotated[Path, typer.Argument(help="What `run --json` wrote.")],
+    verdicts: Annotated[Path, typer.Argument(help="A run directory, or what `run --json` wrote.")],
     index: Index = None,
 ) -> None:
     """Show one verdict, the command that repeats it, and Python to paste."""
     with _typed_by_user():
-        number, verdict = _pick(verdicts.read_text(encoding="utf-8"), index)
+        where, verdict = stored(verdicts, index)
     console = _console()
-    _print(console, f"{verdicts}, line {number}:", *describe(verdict), "", python_code(verdict))
+    _print(console, f"{where}:", *describe(verdict), "", python_code(verdict))
 
 
 @app.command()
 def replay(
-    case: Annotated[str, typer.Argument(help="A case as JSON, or a file with one, or with verdicts.")],
+    case: Annotated[
+        str, typer.Argument(help="A case as JSON, a file of one or of verdicts, a run directory.")
+    ],
     backend: Annotated[str, typer.Option(help="A listed name, or module:NAME; else the verdict's.")] = "",
     oracle: OnlyOracles = None,
     device: Device = "cpu",
     index: Index = None,
+    timeout: fuzz_cli.Timeout = "",
+    memory: fuzz_cli.Memory = "",
+    isolate: Isolate = None,
 ) -> int:
     """Judge one backend on one case again, and print every verdict."""
     start = time.perf_counter()
     _use_device(device)
     with _typed_by_user():
-        text = case if case.lstrip().startswith("{") else Path(case).read_text(encoding="utf-8")
-        recipe, spec = _recipe(text, index, backend)
-        job = job_of(recipe, spec, oracle, device)
-    verdicts = judge_job(job)
+        found, spec, status = recipe(case, index, backend)
+        deadly = status in (CRASH, TIMEOUT)
+        limits = _limits(1, device, deadly if isolate is None else isolate, timeout, memory)
+        job = job_of(found, spec, oracle, device, problems_of([spec], device, limits)[spec])
+    [(_, verdicts)] = judge_all([job], 1, limits)
     console = _console()
-    _print(console, label(recipe))
-    for verdict in verdicts:
-        _print(console, *(describe(verdict) if verdict.status in BROKEN else [one_line(verdict)]))
+    _print(console, label(found))
+    for v in verdicts:
+        _print(console, *(describe(v) if v.status in BROKEN else [one_line(v)]))
     return _close(console, verdicts, [spec], time.perf_counter() - start)
-
-
-def _recipe(text: str, index: int | None, backend: str) -> tuple[Case, str]:
-    """The case in ``text``, and the backend to try: the one named, or else the verdict's own."""
-    if not _is_case(text):
-        _, verdict = _pick(text, index)
-        return verdict.case, backend or verdict.backend
-    if not backend:
-        raise UsageError("a case names no backend: say --backend NAME")
-    return Case.from_json(text), backend
-
-
-def _is_case(text: str) -> bool:
-    """Whether ``text`` is meant as one case: a single object that holds none, as a verdict does."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        return len(text.splitlines()) == 1
-    return not (isinstance(data, dict) and "case" in data)
-
-
-def _pick(text: str, index: int | None) -> tuple[int, Verdict]:
-    """Line ``index`` of verdicts as JSON; without one the first that is broken, or else the first."""
-    lines = text.splitlines()
-    if not lines:
-        raise ValueError("no verdicts: the file is empty")
-    if index is not None and index >= len(lines):
-        raise ValueError(f"--index {index}: there are {len(lines)} lines, counted from 0")
-    verdicts = [Verdict.from_json(line) for line in lines]
-    broken = (i for i, verdict in enumerate(verdicts) if verdict.status in BROKEN)
-    number = index if index is not None else next(broken, 0)
-    return number, verdicts[number]
 
 
 def _use_device(device: str) -> None:
@@ -245,19 +258,40 @@ def _use_device(device: str) -> None:
         raise UsageError(f"--device {error}") from None
 
 
-def _judged(jobs: Sequence[Job], workers: int, lines: TextIO | None) -> list[Verdict]:
-    """Every verdict, in order; each is written as soon as it is its turn."""
+def _judged(
+    jobs: Sequence[Job],
+    workers: int,
+    limits: Limits | None,
+    known: dict[int, list[Verdict]],
+    journal: Journal | None,
+    lines: TextIO | None,
+) -> list[Verdict]:
+    """Every verdict, job by job; what is known already is not judged again."""
+    todo = [number for number in range(len(jobs)) if number not in known]
     columns = (TextColumn("judging"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    verdicts: list[Verdict] = []
     console = Console(stderr=True)
+    written = 0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("cases", total=len(jobs))
-        for group in judge_all(jobs, workers, lambda: progress.advance(task)):
-            verdicts += group
-            if lines is not None:
-                lines.writelines(f"{verdict.to_json()}\n" for verdict in group)
-                lines.flush()
-    return verdicts
+        task = progress.add_task("cases", total=len(jobs), completed=len(known))
+        for at, verdicts in judge_all([jobs[number] for number in todo], workers, limits):
+            number = todo[at]
+            known[number] = verdicts
+            if journal is not None:
+                journal.append(record_of(number, jobs[number].case, verdicts))
+            progress.advance(task)
+            written = _write_in_turn(lines, known, written)
+        _write_in_turn(lines, known, written)
+    return [verdict for number in range(len(jobs)) for verdict in known[number]]
+
+
+def _write_in_turn(lines: TextIO | None, known: Mapping[int, Sequence[Verdict]], written: int) -> int:
+    """Write the verdicts whose turn it is, and return how many jobs are written now."""
+    while written in known:
+        if lines is not None:
+            lines.writelines(f"{verdict.to_json()}\n" for verdict in known[written])
+            lines.flush()
+        written += 1
+    return written
 
 
 def _close(console: Console, verdicts: Sequence[Verdict], required: Sequence[str], seconds: float) -> int:

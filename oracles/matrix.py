@@ -16,7 +16,7 @@ one run shows is judged on every case; of the oracles that run an implementation
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -221,17 +221,20 @@ def jobs_of(
     device: str,
     seed: int,
     full: bool = False,
+    implemented: Mapping[str, str] | None = None,
 ) -> list[Job]:
     """The matrix of each problem, for those of the backends that implement it.
 
     full: every variant and every oracle on every case, none of them in turns.
+    implemented: the problem of each spec, where that is known without importing it.
 
     Raises: ValueError on a backend or an oracle that cannot be found.
     """
     for name in oracles or ():
         if name not in rules():
             raise ValueError(f"oracle {name!r} is not one of {', '.join(rules())}")
-    implemented = {spec: _load(spec).problem for spec in specs}
+    if implemented is None:
+        implemented = {spec: load(spec).problem for spec in specs}
     jobs = []
     for contract in problems:
         able = tuple(spec for spec, name in implemented.items() if name == contract.name)
@@ -243,23 +246,28 @@ def jobs_of(
     return jobs
 
 
-def job_of(case: Case, spec: str, oracles: Sequence[str] | None, device: str) -> Job:
-    """One backend on one case. Raises: ValueError where they do not fit each other, or cannot be found."""
-    backend = _load(spec)
-    if backend.problem != case.problem:
-        raise ValueError(f"backend {spec!r} implements {backend.problem}, but the case is of {case.problem}")
+def job_of(
+    case: Case, spec: str, oracles: Sequence[str] | None, device: str, implemented: str | None = None
+) -> Job:
+    """One backend on one case. Raises: ValueError where they do not fit each other, or cannot be found.
+
+    implemented: its problem, where that is known without importing it.
+    """
+    of = load(spec).problem if implemented is None else implemented
+    if of != case.problem:
+        raise ValueError(f"backend {spec!r} implements {of}, but the case is of {case.problem}")
     contract = find_problem(case.problem)
     claims = tuple(o.name for o in oracles_for(contract, oracles))
     contract.materialize(case, torch.device("cpu"))  # whatever is wrong with a stranger's case shows here
     return Job(case, (spec,), claims, device)
 
 
-def _load(spec: str) -> Backend:
+def load(spec: str) -> Backend:
     """The backend called ``spec``. Raises: ValueError in one line, whatever a stranger's module raises."""
     try:
         return find_backend(spec)
     except ValueError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         message = (str(error).splitlines() or [""])[0]
         raise ValueError(f"backend {spec!r}: its import raised {type(error).__name__}: {message}") from error

@@ -1,112 +1,253 @@
-"""Judging in worker processes: the same verdicts in the same order, and a crash that is a verdict."""
+"""Judging in worker processes: the same verdicts as here, and whatever ends or stops a worker is one too.
 
+A job is judged function by function. If the process ends under one, the claims that were decided stand, the
+claim that it was about to decide is a crash, a timeout or an error, its other claims are not tried, and the
+next function is judged in a fresh process.
+"""
+
+import json
 import os
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import torch
 
 from mla_ref.backend import Backend
-from oracles.matrix import Job, trials
-from oracles.verdict import CRASH, Verdict
-from oracles.verify import DEFAULT, find_backend, judge
+from mla_ref.case import Case
+from mla_ref.problem import problems
+from oracles.matrix import Job, load, trials
+from oracles.oracle import rules
+from oracles.verdict import CRASH, ERROR, TIMEOUT, Verdict
+from oracles.verify import BACKEND_PACKAGES, DEFAULT, find_backend, judgements, use_device
+from oracles.worker import (
+    CRASHED,
+    DONE,
+    ITEM,
+    RAISED,
+    STEP,
+    TIMED_OUT,
+    Limits,
+    Message,
+    Outcome,
+    Pool,
+    Replace,
+    Task,
+    one_line,
+)
+
+STATUS = {CRASHED: CRASH, TIMED_OUT: TIMEOUT, RAISED: ERROR}
+
+# Of a GPU's memory, what all workers together may take.
+GPU_SHARE = 0.9
 
 
 def judge_job(job: Job) -> list[Verdict]:
     """Every verdict of one job, backend by backend, under the names by which they were asked for."""
     return [
-        replace(verdict, backend=spec, variant=name or DEFAULT)
+        verdict
         for spec in job.specs
         for backend in (find_backend(spec),)
         for name, oracles in trials(job, tuple(backend.variants))
-        for verdict in judge(_alone_with(backend, name), job.case, device=job.device, oracles=oracles)
+        for verdict in _claims(job, spec, backend, name, oracles)
     ]
 
 
-def _alone_with(backend: Backend, variant: str) -> Backend:
-    """The backend with one function: its own, or that of a variant."""
-    return replace(backend, fn=backend.variants[variant] if variant else backend.fn, variants={})
+def _claims(job: Job, spec: str, backend: Backend, name: str, oracles: Sequence[str]) -> Iterator[Verdict]:
+    """The verdicts on one function of a backend: its own, or that of a variant."""
+    alone = replace(backend, fn=backend.variants[name] if name else backend.fn, variants={})
+    for verdict in judgements(alone, job.case, device=job.device, oracles=oracles):
+        yield replace(verdict, backend=spec, variant=name or DEFAULT)
 
 
 def judge_all(
-    jobs: Sequence[Job], workers: int, finished: Callable[[], object] = lambda: None
-) -> Iterator[list[Verdict]]:
-    """The verdicts of each job, in the order of ``jobs`` whatever the order in which they end.
+    jobs: Sequence[Job], workers: int, limits: Limits | None
+) -> Iterator[tuple[int, list[Verdict]]]:
+    """The index of each job and its verdicts, as the jobs end.
 
-    workers: processes; 1 judges in this one, where an implementation that dies takes the judge along.
-    finished: called once for each job as it ends.
+    limits: None judges in this process, where an implementation that dies takes the judge along.
     """
-    if workers == 1:
-        for job in jobs:
-            yield judge_job(job)
-            finished()
+    if limits is None or not jobs:
+        for index, job in enumerate(jobs):
+            yield index, judge_job(job)
         return
-    at = 0
-    while at < len(jobs):
-        for verdicts in _pooled(jobs[at:], workers, finished):
-            yield verdicts
-            at += 1
-        if at < len(jobs):
-            # The pool died, of this job or of one beside it: find out, and go on with a new pool.
-            yield [verdict for spec in jobs[at].specs for verdict in _alone(jobs[at], spec)]
-            finished()
-            at += 1
+    todo = [(index, Part(job)) for index, job in enumerate(jobs)][::-1]
+    running: dict[int, Part] = {}
+
+    def source(slot: int) -> Task | None:
+        if not todo:
+            return None
+        index, part = todo.pop()
+        running[index] = part
+        return part.task(index)
+
+    with judges(workers, jobs[0].device, limits) as pool:
+        for outcome in pool.outcomes(source):
+            if outcome is None:
+                continue
+            index = outcome.task.key
+            part = running.pop(index).after(outcome)
+            if part.job.specs:
+                todo.append((index, part))
+            else:
+                yield index, part.verdicts()
 
 
-def _pooled(jobs: Sequence[Job], workers: int, finished: Callable[[], object]) -> Iterator[list[Verdict]]:
-    """The verdicts of each job in order, up to the first that was lost because a worker died."""
+class Part(NamedTuple):
+    """What is left of a job, and what is known of it already.
 
-    def report(future: Future[list[Verdict]]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            finished()
+    skip: functions of the first backend that are not to be tried again. known: ``Verdict.without_case``.
+    """
 
-    with _executor(workers) as executor:
-        futures = [executor.submit(judge_job, job) for job in jobs]
-        for future in futures:
-            future.add_done_callback(report)
-        try:
-            for future in futures:
-                yield future.result()
-        except BrokenProcessPool:
-            return
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)
+    job: Job
+    skip: int = 0
+    known: tuple[Mapping[str, Any], ...] = ()
+
+    def task(self, key: int) -> Task:
+        """What a worker is to do."""
+        argument = {**self.job._asdict(), "case": json.loads(self.job.case.to_json()), "skip": self.skip}
+        return Task("oracles.pool:judged", argument, key)
+
+    def after(self, outcome: Outcome) -> "Part":
+        """What is left, no backend if that is nothing, once a worker has ended with it, in whatever way."""
+        at, trial, claims, known = 0, None, 0, list(self.known)
+        for kind, body in outcome.messages:
+            if kind == ITEM:
+                known.append(body)
+                claims += 1
+            elif "backend" in body:
+                at, trial = body["backend"], None
+            elif "trial" in body:
+                trial, claims = body, 0
+        if outcome.end in STATUS:
+            known.append(self._ended(outcome, self.job.specs[at], trial, claims))
+        left = self.job.specs[at + (trial is None) :] if outcome.end != DONE else ()
+        skip = trial["trial"] + 1 if trial is not None else 0
+        return Part(self.job._replace(specs=left), skip, tuple(known))
+
+    def _ended(
+        self, outcome: Outcome, spec: str, trial: Mapping[str, Any] | None, claims: int
+    ) -> dict[str, Any]:
+        """The verdict on the claim that was being decided; on no variant where it was the import."""
+        return Verdict(
+            status=STATUS[outcome.end],
+            backend=spec,
+            variant="" if trial is None else trial["variant"],
+            oracle="" if trial is None else [*trial["oracles"], ""][claims],
+            case=self.job.case,
+            device=self.job.device,
+            detail=outcome.why,
+        ).without_case()
+
+    def verdicts(self) -> list[Verdict]:
+        """What is known."""
+        return [Verdict.on(self.job.case, plain) for plain in self.known]
 
 
-def _alone(job: Job, spec: str) -> list[Verdict]:
-    with _executor(1) as executor:
-        try:
-            return executor.submit(judge_job, job._replace(specs=(spec,))).result()
-        except BrokenProcessPool:
-            verdict = Verdict(
-                status=CRASH,
-                backend=spec,
-                variant="",
-                oracle="",
-                case=job.case,
-                device=job.device,
-                detail="the process that ran it died",
-            )
-            return [verdict]
+def judged(argument: Mapping[str, Any]) -> Iterator[Message]:
+    """In a worker: the verdicts on what is left of a job, each as soon as it is known."""
+    case = Case.from_json(json.dumps(argument["case"]))
+    fields = {name: argument[name] for name in Job._fields}
+    tuples = {name: tuple(fields[name]) for name in ("specs", "oracles", "only")}
+    turn = None if fields["turn"] is None else tuple(fields["turn"])
+    yield from judged_job(Job(**{**fields, **tuples, "case": case, "turn": turn}), argument["skip"])
 
 
-def _executor(workers: int) -> ProcessPoolExecutor:
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    return ProcessPoolExecutor(
-        workers,
-        mp_context=get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(list(sys.path), threads),
+def judged_job(job: Job, skip: int = 0) -> Iterator[Message]:
+    """Likewise. A device that can no longer be used is a crash of the claim under which that was found."""
+    for at, spec in enumerate(job.specs):
+        yield STEP, {"backend": at}
+        backend = find_backend(spec)
+        for trial, (name, oracles) in enumerate(trials(job, tuple(backend.variants))):
+            if at == 0 and trial < skip:
+                continue
+            yield STEP, {"trial": trial, "variant": name or DEFAULT, "oracles": oracles}
+            for verdict in _claims(job, spec, backend, name, oracles):
+                lost = why_lost(job.device) if verdict.status == ERROR else None
+                if lost is not None:
+                    yield ITEM, replace(verdict, status=CRASH, detail=lost).without_case()
+                    raise Replace(lost)
+                yield ITEM, verdict.without_case()
+            if (lost := why_lost(job.device)) is not None:
+                yield ITEM, _unusable(job, spec, name, lost).without_case()
+                raise Replace(lost)
+
+
+def _unusable(job: Job, spec: str, name: str, lost: str) -> Verdict:
+    return Verdict(
+        status=CRASH,
+        backend=spec,
+        variant=name or DEFAULT,
+        oracle="",
+        case=job.case,
+        device=job.device,
+        detail=lost,
     )
 
 
-def _start_worker(path: list[str], threads: int) -> None:
-    """Give a worker its parent's import path, which holds the working directory for strangers' modules."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once and without a traceback
-    sys.path[:] = path
-    torch.set_num_threads(threads)
+def why_lost(device: str) -> str | None:
+    """Why nothing runs on a device any more: after some errors a CUDA context answers with them for ever."""
+    if torch.device(device).type != "cuda":
+        return None
+    try:
+        torch.ones(1, device=device).item()
+    except RuntimeError as error:
+        return f"the CUDA context is lost: {one_line(error)}"
+    return None
+
+
+def judges(workers: int, device: str, limits: Limits) -> Pool:
+    """Workers that are ready to judge on a device."""
+    cpu = torch.device(device).type == "cpu"
+    argument = {
+        "device": device,
+        "threads": max(1, (os.cpu_count() or 1) // workers),
+        "gpu_share": GPU_SHARE / workers,
+    }
+    return Pool(workers, limits, Task("oracles.pool:ready", argument), refuse=cpu)
+
+
+def ready(argument: Mapping[str, Any]) -> Iterator[Message]:
+    """In a worker: load the judge and make the device's context, before any case's time is counted."""
+    torch.set_num_threads(argument["threads"])
+    use_device(argument["device"])
+    device = torch.device(argument["device"])
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(argument["gpu_share"], device)
+        why_lost(argument["device"])
+    rules()
+    problems()
+    yield from ()
+
+
+def problems_of(specs: Sequence[str], device: str, limits: Limits | None) -> dict[str, str]:
+    """Which problem each backend implements; a stranger's is imported in a worker.
+
+    Raises: ValueError in one line that names the backend, whatever its import does.
+    """
+    house = [spec for spec in specs if limits is None or spec.split(".")[0] in BACKEND_PACKAGES]
+    found = {spec: load(spec).problem for spec in house}
+    strangers = [spec for spec in specs if spec not in found]
+    if not strangers or limits is None:
+        return found
+    todo = [Task("oracles.pool:described", spec) for spec in strangers]
+
+    def source(_: int) -> Task | None:
+        return todo.pop(0) if todo else None
+
+    with judges(1, device, limits) as pool:
+        for outcome in pool.outcomes(source):
+            if outcome is None:
+                continue
+            spec = outcome.task.argument
+            if outcome.end != DONE:
+                told = outcome.why.removeprefix("ValueError: ")
+                raise ValueError(told if outcome.end == RAISED else f"backend {spec!r}: its import: {told}")
+            found[spec] = outcome.messages[-1][1]
+    return {spec: found[spec] for spec in specs}
+
+
+def described(spec: str) -> Iterator[Message]:
+    """In a worker: the problem that a backend implements."""
+    yield STEP, {}
+    yield ITEM, load(spec).problem

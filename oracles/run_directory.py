@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -99,19 +100,29 @@ def is_run_directory(path: Path) -> bool:
 
 
 class Journal(NamedTuple):
-    """The files of a run directory, open for the one run that holds its lock. done: numbers already there."""
+    """A run directory, open for the one run that holds its lock."""
 
-    verdicts: int
-    failures: int
-    done: frozenset[int]
+    path: Path
+    file: int
+    failures_file: int
+
+    def records(self) -> Iterator[Record]:
+        """What is there already, each number once. Raises: ValueError naming the file and the line."""
+        found: dict[int, int] = {}
+        for line, record in _lines(self.path / VERDICTS):
+            before = found.setdefault(record.number, line)
+            if before != line:
+                where = f"{self.path / VERDICTS}, line {line}"
+                raise ValueError(f"{where}: number {record.number} is in line {before} too")
+            yield record
 
     def append(self, record: Record) -> None:
         """Raises: OSError on a full disk; what is in the file stays whole."""
-        _append(self.verdicts, record.to_json())
+        _append(self.path / VERDICTS, self.file, record.to_json())
 
     def append_failure(self, verdict: Verdict) -> None:
-        """Likewise, the smallest case of a new kind of failure."""
-        _append(self.failures, verdict.to_json())
+        """Likewise, for the smallest case of a new kind of failure."""
+        _append(self.path / FAILURES, self.failures_file, verdict.to_json())
 
 
 @contextmanager
@@ -134,7 +145,7 @@ def open_run(path: Path, manifest: Mapping[str, Any]) -> Iterator[Journal]:
         try:
             for file in files:
                 _cut_after_last_line(file)
-            yield Journal(files[0], files[1], _numbers(path / VERDICTS))
+            yield Journal(path, files[0], files[1])
         finally:
             for file in files:
                 os.close(file)
@@ -174,15 +185,15 @@ def _write_manifest(path: Path, text: str) -> None:
     (path / DRAFT).replace(path / MANIFEST)
 
 
-def _append(file: int, line: str) -> None:
+def _append(path: Path, file: int, line: str) -> None:
     size = os.fstat(file).st_size
     left = memoryview(f"{line}\n".encode())
     try:
         while left:
             left = left[os.write(file, left) :]
-    except OSError:
+    except OSError as error:
         os.ftruncate(file, size)
-        raise
+        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
 
 
 def _cut_after_last_line(file: int, step: int = 1 << 16) -> None:
@@ -197,18 +208,6 @@ def _cut_after_last_line(file: int, step: int = 1 << 16) -> None:
         end = start
     if end != size:
         os.ftruncate(file, end)
-
-
-def _numbers(file: Path) -> frozenset[int]:
-    """Numbers that have their line. Raises: ValueError naming a line that is wrong, or there twice."""
-    found: dict[int, int] = {}
-    for line, record in _lines(file):
-        if record.number in found:
-            raise ValueError(
-                f"{file}, line {line}: number {record.number} is in line {found[record.number]} too"
-            )
-        found[record.number] = line
-    return frozenset(found)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, Record]]:
@@ -253,15 +252,18 @@ def _named(file: Path, line: int) -> Iterator[None]:
         raise ValueError(f"{file}, line {line}: {error}") from None
 
 
-def manifest_of(
-    command: Sequence[str], run: Mapping[str, Any], partition: Mapping[str, Any], device: str
-) -> dict[str, Any]:
+def record_of(number: int, case: Case, verdicts: Iterable[Verdict]) -> Record:
+    """The line of one number."""
+    return Record(number, json.loads(case.to_json()), [verdict.without_case() for verdict in verdicts])
+
+
+def manifest_of(run: Mapping[str, Any], partition: Mapping[str, Any], device: str) -> dict[str, Any]:
     """What a run says about itself.
 
     run: what decides its cases and verdicts, by name. partition: how the work is dealt; decides neither.
     """
     return {
-        "command": list(command),
+        "command": sys.argv[1:],
         "run": {**run, "device": device, "device_name": device_name(device)},
         "versions": versions(),
         "partition": dict(partition),

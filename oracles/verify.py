@@ -3,7 +3,7 @@
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
@@ -94,6 +94,13 @@ def judge(
     Raises: ValueError if the case is of another problem, or an oracle does not judge it. Nothing that the
     backend does raises: an exception of its own becomes an "error" verdict.
     """
+    return list(judgements(backend, case, device=device, oracles=oracles))
+
+
+def judgements(
+    backend: Backend, case: Case, *, device: str = "cpu", oracles: Iterable[str] | None = None
+) -> Iterator[Verdict]:
+    """The verdicts of ``judge``, each as soon as it is known."""
     if case.problem != backend.problem:
         raise ValueError(f"{backend.name}: implements {backend.problem}, but the case is of {case.problem}")
     contract = problem(case.problem)
@@ -103,15 +110,13 @@ def judge(
         status, reason = UNAVAILABLE, backend.requires(torch.device(device).type)
         if reason is None:
             status, reason = UNSUPPORTED, contract.why_not(case) or backend.supports(case)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         status, reason = ERROR, f"{type(error).__name__}: {_line(error)}"
-    if reason is not None:
-        return [_verdict(status, backend, v, o, case, device, reason) for v in variants for o in wanted]
-    return [
-        verdict
-        for name, fn in variants.items()
-        for verdict in _judge_variant(backend, name, fn, contract, case, device, wanted)
-    ]
+    for name, fn in variants.items():
+        if reason is not None:
+            yield from (_verdict(status, backend, name, o, case, device, reason) for o in wanted)
+        else:
+            yield from _judge_variant(backend, name, fn, contract, case, device, wanted)
 
 
 def _judge_variant(
@@ -122,7 +127,7 @@ def _judge_variant(
     case: Case,
     device: str,
     wanted: list[Oracle],
-) -> list[Verdict]:
+) -> Iterator[Verdict]:
     inputs = _inputs(case, device)
     runs: list[tuple[Any, Any]] = []
 
@@ -142,7 +147,7 @@ def _judge_variant(
             output = fn(*given)
             if torch.device(device).type == "cuda":
                 torch.cuda.synchronize(device)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _Raised(f"{type(error).__name__}: {_line(error)}") from error
         return _as_output(contract, output)
 
@@ -170,7 +175,8 @@ def _judge_variant(
         expected=expected,
         device=device,
     )
-    return [_check(trial, oracle, variant, device) for oracle in wanted]
+    for oracle in wanted:
+        yield _check(trial, oracle, variant, device)
 
 
 def _foul(outputs: Mapping[str, Admissible]) -> None:

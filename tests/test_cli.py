@@ -147,7 +147,9 @@ def test_strangers_right_kernel_is_green_and_broken_one_red(stranger, tmp_path, 
 
     assert main(["show", str(path)]) == 0
     assert f"FAIL {wrong}:KERNEL" in capsys.readouterr().out
-    assert main(["replay", str(path)]) == 1
+    assert main(["replay", str(path)]) == 2
+    assert "whose module is only run if you name it: --backend" in capsys.readouterr().err
+    assert main(["replay", str(path), "--backend", f"{wrong}:KERNEL"]) == 1
     assert main(["replay", str(path), "--backend", f"{right}:KERNEL"]) == 0
 
 
@@ -271,7 +273,7 @@ BAD_INPUT = [
     (["run", "--json", "no/such/folder/x"], r"no/such/folder/x"),
     (["run", "--junit", "no/such/folder/x"], r"no/such/folder/x"),
     (["show", "no-such-file"], r"No such file or directory: 'no-such-file'"),
-    (["show", "."], r"directory: '\.'"),
+    (["show", "."], r"\.: holds no manifest\.json"),
     (["show", "empty"], r"no verdicts: the file is empty"),
     (["show", "garbage"], r"verdict: "),
     (["show", "binary"], r"utf-8"),

@@ -1,0 +1,76 @@
+"""Which verdict or case is meant: one in a run directory, in a file, or spelled out."""
+
+import json
+from pathlib import Path
+
+from mla_ref.case import Case
+from oracles.run_directory import RunDirectory
+from oracles.verdict import BROKEN, Verdict
+from oracles.verify import backends
+
+
+def recipe(given: str, index: int | None, backend: str) -> tuple[Case, str, str]:
+    """The case, the backend to try, and the status of the verdict if there was one.
+
+    The backend is the one named, or else the verdict's own if it is one of the house: what is given may be a
+    stranger's, and cannot have a module imported that the user has not named.
+
+    Raises: ValueError in one line, also where no backend is named; OSError if a file cannot be read.
+    """
+    path = None if given.lstrip().startswith("{") else Path(given)
+    directory = path is not None and path.is_dir()
+    text = "" if directory else given if path is None else path.read_text(encoding="utf-8")
+    if directory or not _is_case(text):
+        _, verdict = stored(path, index) if path is not None else _pick(text, index)
+        if not backend and verdict.backend not in backends():
+            raise ValueError(
+                f"the verdict is on {verdict.backend!r}, whose module is only run if you name it: --backend"
+            )
+        return verdict.case, backend or verdict.backend, verdict.status
+    if not backend:
+        raise ValueError("a case names no backend: say --backend NAME")
+    return Case.from_json(text), backend, ""
+
+
+def stored(path: Path, index: int | None) -> tuple[str, Verdict]:
+    """A verdict of a run directory or of a file, and where it is. Without an index, the first that is broken.
+
+    Of a campaign it is the first failure that was made small; indices count the verdicts before that.
+    """
+    if not path.is_dir():
+        number, verdict = _pick(path.read_text(encoding="utf-8"), index)
+        return f"{path}, line {number}", verdict
+    directory = RunDirectory(path)
+    if directory.manifest and index is None and (failures := directory.failures()):
+        return f"{path}, its first failure made small", failures[0]
+    first, count = None, 0
+    for verdict in directory.verdicts():
+        if count == index or (index is None and verdict.status in BROKEN):
+            return f"{path}, verdict {count}", verdict
+        first = first or verdict
+        count += 1
+    if first is None or index is not None:
+        raise ValueError(f"{path}: holds {count} verdicts, counted from 0")
+    return f"{path}, verdict 0", first
+
+
+def _is_case(text: str) -> bool:
+    """Whether ``text`` is meant as one case: a single object that holds none, as a verdict does."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError:
+        return len(text.splitlines()) == 1
+    return not (isinstance(data, dict) and "case" in data)
+
+
+def _pick(text: str, index: int | None) -> tuple[int, Verdict]:
+    """Line ``index`` of verdicts as JSON; without one the first that is broken, or else the first."""
+    lines = text.splitlines()
+    if not lines:
+        raise ValueError("no verdicts: the file is empty")
+    if index is not None and index >= len(lines):
+        raise ValueError(f"--index {index}: there are {len(lines)} lines, counted from 0")
+    verdicts = [Verdict.from_json(line) for line in lines]
+    broken = (i for i, verdict in enumerate(verdicts) if verdict.status in BROKEN)
+    number = index if index is not None else next(broken, 0)
+    return number, verdicts[number]

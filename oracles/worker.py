@@ -1,0 +1,477 @@
+"""Worker processes: whatever a task does to its process, how it ended is known, and the next task runs.
+
+A worker is a fresh interpreter in a session of its own. Tasks and answers are lines of JSON on a socket that
+only the worker's loop knows; what a task prints goes elsewhere, and its end is kept for the message. A task
+names a function, "module:name", which is called with the task's argument and yields what it has to say.
+
+- Time is limited between two steps that a task announces.
+- Memory: on the CPU the system refuses addresses beyond the limit (RLIMIT_AS), so that an allocation raises
+  where it is made. A CUDA context reserves hundreds of gigabytes of addresses, so there the parent watches
+  resident memory instead; it does so everywhere for the sum over a worker and its children.
+- Children are killed with their worker, those included that moved to a session of their own.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import math
+import os
+import re
+import resource
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# The first word of a message: a step restarts the clock, an item is just said.
+STEP, ITEM = "step", "item"
+
+# How a task ended: by itself, by an exception, by asking for a fresh process, with its process, out of time.
+DONE, RAISED, REPLACED, CRASHED, TIMED_OUT = "done", "raised", "replaced", "crashed", "timed out"
+
+START_SECONDS, MAX_STARTS = 300.0, 3
+MAX_PROCESSES = 128
+TICK, SCAN, LAST_WORDS, DYING = 0.05, 0.5, 0.3, 5.0
+TAIL = 1 << 14
+GIB = 1 << 30
+
+# In the environment of a worker and of all that it starts.
+COOKIE = "MLA_VERIFY_WORKER"
+
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from oracles.worker import serve; serve(int(sys.argv.pop(1)), int(sys.argv.pop(1)))"
+)
+
+Message = tuple[str, Any]
+Handler = Callable[[Any], Iterator[Message]]
+
+
+class Task(NamedTuple):
+    """handler: "module:name" of a ``Handler``. argument: what JSON can hold. key: the parent's own."""
+
+    handler: str
+    argument: Any = None
+    key: int = 0
+
+
+class Outcome(NamedTuple):
+    """What a task said, in order; how it ended; and why, if not by itself."""
+
+    task: Task
+    messages: list[Message]
+    end: str
+    why: str = ""
+
+
+class Limits(NamedTuple):
+    """seconds: between two steps. memory: bytes of a worker and all its children; None: no limit."""
+
+    seconds: float
+    memory: int | None = None
+
+
+class Replace(Exception):
+    """Raised by a handler whose process must not be used again; what it said stands."""
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """The loop of a worker, until its parent hangs up or dies."""
+    _die_with(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    link = socket.socket(fileno=descriptor)
+    me = os.getpid()
+
+    def say(kind: str, body: Any) -> None:
+        if os.getpid() != me:
+            os._exit(0)  # a task forked, and this is the child, back in our loop
+        link.sendall(json.dumps([kind, body]).encode() + b"\n")
+
+    for line in link.makefile("rb"):
+        name, argument, memory = json.loads(line)
+        try:
+            for kind, body in _handler(name)(argument):
+                say(kind, body)
+            if memory is not None:
+                _refuse_beyond(memory)
+            say(DONE, "")
+        except Replace as error:
+            say(REPLACED, one_line(error))
+            break
+        except BaseException as error:
+            say(RAISED, f"{type(error).__name__}: {one_line(error)}")
+            break
+
+
+def _handler(name: str) -> Handler:
+    module, _, attribute = name.partition(":")
+    handler: Handler = getattr(importlib.import_module(module), attribute)
+    return handler
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the parent is, even in the middle of a hang; elsewhere than on Linux, when next idle."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _refuse_beyond(memory: int) -> None:
+    """No more addresses than now and ``memory`` more."""
+    limit = _sizes("self")[0] + memory
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).splitlines() or [""])[0]
+
+
+@dataclass
+class _Worker:
+    """One process as its parent sees it.
+
+    since: when its step began. hung_up: when it closed its end. ready: its preparation is over. again: its
+    task was given before, to one that died before the task began.
+    """
+
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+    cookie: str
+    task: Task | None
+    since: float
+    hung_up: float = math.inf
+    ready: bool = False
+    again: bool = False
+    messages: list[Message] = field(default_factory=list)
+    received: bytearray = field(default_factory=bytearray)
+    printed: bytearray = field(default_factory=bytearray)
+
+
+class Pool:
+    """So many workers, each replaced when a task has spoilt it.
+
+    prepare: run once in every new worker, before its memory is limited and outside of any task's time.
+    refuse: whether the system refuses memory beyond the limit; else it is only watched.
+    """
+
+    def __init__(self, size: int, limits: Limits, prepare: Task, refuse: bool = True) -> None:
+        self._size, self._limits, self._prepare = size, limits, prepare
+        self._refused = limits.memory if refuse and sys.platform == "linux" else None
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, _Worker] = {}
+        self._again: list[Task] = []
+        self._failed_starts = 0
+        self._scanned = time.monotonic()
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for slot in list(self._workers):
+            self._end(slot)
+        self._selector.close()
+
+    def outcomes(self, source: Callable[[int], Task | None]) -> Iterator[Outcome | None]:
+        """Outcomes as they come, and None now and then when none has.
+
+        source: the next task for a slot, 0 … size-1, or None if there is none now. The end is when nothing
+            runs and there is none.
+        Raises: RuntimeError if workers do not start.
+        """
+        while True:
+            for slot in range(self._size):
+                worker = self._workers.get(slot)
+                if worker is None or worker.task is None:
+                    again = bool(self._again)
+                    task = self._again.pop() if again else source(slot)
+                    if task is not None:
+                        self._give(slot, task, again)
+            if all(worker.task is None for worker in self._workers.values()):
+                return
+            yield from self._watch() or (None,)
+
+    def _give(self, slot: int, task: Task, again: bool) -> None:
+        worker = self._workers.get(slot) or self._start(slot)
+        worker.task, worker.again, worker.messages = task, again, []
+        if worker.ready:
+            self._send(worker, task)
+
+    def _start(self, slot: int) -> _Worker:
+        ours, theirs = socket.socketpair()
+        cookie = secrets.token_hex(8)
+        outer = os.environ.get(COOKIE, "")
+        process = subprocess.Popen(
+            [sys.executable, "-c", START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env={**os.environ, COOKIE: f"{outer} {cookie}".strip()},
+        )
+        theirs.close()
+        worker = _Worker(process, ours, cookie, None, time.monotonic())
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(ours, selectors.EVENT_READ, slot)
+        self._selector.register(process.stdout, selectors.EVENT_READ, slot)
+        self._workers[slot] = worker
+        self._send(worker, self._prepare, self._refused)
+        return worker
+
+    def _send(self, worker: _Worker, task: Task, memory: int | None = None) -> None:
+        worker.since = time.monotonic()
+        with contextlib.suppress(OSError):  # if it has died, that is noticed elsewhere
+            worker.link.sendall(json.dumps([task.handler, task.argument, memory]).encode() + b"\n")
+
+    def _watch(self) -> list[Outcome]:
+        """Wait a little, read what was said, and see who has ended or must end."""
+        for key, _ in self._selector.select(TICK):
+            worker = self._workers[key.data]
+            if not (_receive if key.fileobj is worker.link else _drain)(worker):
+                self._selector.unregister(key.fileobj)
+        crowds = self._crowds()
+        ended = []
+        for slot, worker in list(self._workers.items()):
+            if (end := self._end_of(worker, crowds)) is not None:
+                outcome = self._finish(slot, worker, *end)
+                ended += [outcome] if outcome is not None else []
+        return ended
+
+    def _crowds(self) -> dict[int, tuple[int, int]]:
+        """Processes and resident bytes by session, now and then."""
+        if time.monotonic() - self._scanned < SCAN:
+            return {}
+        self._scanned = time.monotonic()
+        return _sessions({worker.process.pid for worker in self._workers.values()})
+
+    def _end_of(self, worker: _Worker, crowds: dict[int, tuple[int, int]]) -> tuple[str, str] | None:
+        """How its task, preparation or idle time has just ended, and why; None if it has not."""
+        if (said := _said(worker)) is not None:
+            return said
+        if _exited(worker.process.pid):
+            _receive(worker)  # what it said before it died
+            return _said(worker) or (CRASHED, _why_dead(worker))
+        if time.monotonic() - worker.hung_up > DYING:
+            return CRASHED, "closed the judge's connection"
+        busy = worker.task is not None or not worker.ready
+        seconds = self._limits.seconds if worker.ready else START_SECONDS
+        if busy and time.monotonic() - worker.since > seconds:
+            return TIMED_OUT, f"took longer than {seconds:g} s{_where_it_is(worker)}"
+        count, used = crowds.get(worker.process.pid, (1, 0))
+        used = max(used, _sizes(str(worker.process.pid))[1])
+        limit = self._limits.memory
+        if limit is not None and used > limit:
+            return CRASHED, f"used {used / GIB:.2f} GiB of memory; the limit is {limit / GIB:g} GiB"
+        if count > MAX_PROCESSES:
+            return CRASHED, f"started {count} processes; the limit is {MAX_PROCESSES}"
+        return None
+
+    def _finish(self, slot: int, worker: _Worker, end: str, why: str) -> Outcome | None:
+        """What the end means: ready, an outcome, a task to be given again, or nothing."""
+        task = worker.task
+        if not worker.ready:
+            self._started(slot, worker, end, why)
+            return None
+        if end != DONE or _sizes(str(worker.process.pid))[1] > (self._limits.memory or sys.maxsize) / 2:
+            self._end(slot)
+        worker.task = None
+        if task is None:
+            return None
+        if end == CRASHED and not worker.messages and not worker.again:
+            # It died before it began: of what the task before it left running, perhaps.
+            self._again.append(task)
+            return None
+        return Outcome(task, worker.messages, end, why)
+
+    def _started(self, slot: int, worker: _Worker, end: str, why: str) -> None:
+        if end == DONE:
+            worker.ready, self._failed_starts = True, 0
+            if worker.task is not None:
+                self._send(worker, worker.task)
+            return
+        self._end(slot)
+        self._failed_starts += 1
+        if self._failed_starts == MAX_STARTS:
+            raise RuntimeError(f"workers do not start: {why}")
+        if worker.task is not None:
+            self._give(slot, worker.task, worker.again)
+
+    def _end(self, slot: int) -> None:
+        """Kill a worker with all that it started."""
+        worker = self._workers.pop(slot)
+        assert worker.process.stdout is not None
+        for file in (worker.link, worker.process.stdout):
+            if file in self._selector.get_map():
+                self._selector.unregister(file)
+        worker.link.close()
+        _kill_all(worker.process.pid, worker.cookie)
+        worker.process.wait()
+        worker.process.stdout.close()
+
+
+def _receive(worker: _Worker) -> bool:
+    """Read what was said. False when it has hung up."""
+    try:
+        while chunk := worker.link.recv(1 << 16, socket.MSG_DONTWAIT):
+            worker.received += chunk
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    worker.hung_up = time.monotonic()
+    return False
+
+
+def _drain(worker: _Worker) -> bool:
+    """Keep the end of what was printed. False when nobody can print any more."""
+    assert worker.process.stdout is not None
+    try:
+        while chunk := os.read(worker.process.stdout.fileno(), 1 << 16):
+            worker.printed += chunk
+            del worker.printed[:-TAIL]
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _said(worker: _Worker) -> tuple[str, str] | None:
+    """Take messages in, up to one that ends the task."""
+    while (newline := worker.received.find(b"\n")) >= 0:
+        line = bytes(worker.received[:newline])
+        del worker.received[: newline + 1]
+        try:
+            kind, body = json.loads(line)
+        except ValueError:
+            return CRASHED, "wrote on the judge's own connection"
+        if kind not in (STEP, ITEM):
+            return kind, body
+        worker.messages.append((kind, body))
+        if kind == STEP:
+            worker.since = time.monotonic()
+    return None
+
+
+def _exited(pid: int) -> bool:
+    """Whether our child is dead; its number stays its own until it is waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _why_dead(worker: _Worker) -> str:
+    """Its signal or exit code, the line of Python that it was in, and the last it printed."""
+    _drain(worker)
+    found = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    assert found is not None
+    code = found.si_status
+    killed = found.si_code != os.CLD_EXITED
+    why = f"the process died of {signal.Signals(code).name}" if killed else f"the process exited with {code}"
+    printed = worker.printed.decode(errors="replace")
+    words, _, trace = printed.partition("Fatal Python error: ")
+    return f"{why}{_place(trace)}{_last_words(words)}"
+
+
+def _last_words(text: str) -> str:
+    lines = ["".join(c for c in line if c.isprintable()).strip() for line in text.splitlines()]
+    last = next((line for line in reversed(lines) if line), "")
+    return f'; it last printed "{last[:200]}"' if last else ""
+
+
+def _where_it_is(worker: _Worker) -> str:
+    """The line of Python that a worker is in now."""
+    del worker.printed[:]
+    try:
+        worker.process.send_signal(signal.SIGUSR1)
+    except OSError:
+        return ""
+    deadline = time.monotonic() + LAST_WORDS
+    while b"most recent call first" not in worker.printed and time.monotonic() < deadline:
+        time.sleep(TICK / 10)
+        _drain(worker)
+    return _place(worker.printed.decode(errors="replace"))
+
+
+def _place(trace: str) -> str:
+    """The innermost frame that is of no installed package, or else the innermost."""
+    frames = re.findall(r'^  File "([^"]+)", line (\d+) in (\S+)', trace, re.MULTILINE)
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    own = [frame for frame in frames if not frame[0].startswith(installed)]
+    for file, line, function in (own or frames)[:1]:
+        return f" in {function}, {Path(file).name}:{line}"
+    return ""
+
+
+def _sizes(process: str) -> tuple[int, int]:
+    """Bytes of addresses and of resident memory; 0 where the system does not say, or nobody is there."""
+    try:
+        pages = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()
+    except OSError:
+        return 0, 0
+    size = resource.getpagesize()
+    return int(pages[0]) * size, int(pages[1]) * size
+
+
+def _processes() -> Iterator[Path]:
+    """Every process there is, where the system lists them."""
+    proc = Path("/proc")
+    return (path for path in proc.iterdir() if path.name.isdigit()) if proc.is_dir() else iter(())
+
+
+def _sessions(wanted: set[int]) -> dict[int, tuple[int, int]]:
+    """How many processes each of these sessions has, and their resident bytes."""
+    found = dict.fromkeys(wanted, (0, 0))
+    for path in _processes():
+        try:
+            fields = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        session = int(fields[3])
+        if session in found:
+            count, used = found[session]
+            found[session] = count + 1, used + int(fields[21]) * resource.getpagesize()
+    return found
+
+
+def share_of_memory(workers: int) -> int:
+    """Bytes for each of so many workers and for their parent: this machine's memory, or this container's."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            total = min(total, int(Path(name).read_text(encoding="ascii")))
+    return total // (workers + 1)
+
+
+def _kill_all(leader: int, cookie: str) -> None:
+    """Kill a process group, then whoever carries the cookie, until nobody does."""
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
+    for _ in range(MAX_PROCESSES):
+        left = [path for path in _processes() if _carries(path, cookie)]
+        if not left:
+            return
+        for path in left:
+            with contextlib.suppress(OSError):
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+def _carries(path: Path, cookie: str) -> bool:
+    try:
+        return cookie.encode() in (path / "environ").read_bytes()
+    except OSError:
+        return False

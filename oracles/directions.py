@@ -22,10 +22,12 @@ S is found by power iteration, which stays below it, and enlarged.
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
+from mla_ref.case import Case
 from mla_ref.numerics import Numerics
 from oracles.bounds import (
     ILL_CONDITIONED,
@@ -38,6 +40,7 @@ from oracles.bounds import (
     rows_and_errors,
     spacing,
 )
+from oracles.compare import place
 from oracles.exact import Rows
 from oracles.likely import (
     AUDIT,
@@ -47,10 +50,13 @@ from oracles.likely import (
     centred,
     claimed,
     deviations,
+    elements,
     roundings,
     squares,
     squares_by_channel,
 )
+from oracles.probes import admitted, materialized
+from oracles.verdict import Finding, Worst
 
 # Rows that are judged, and elements of rows × keys × channels that one temporary may have.
 MAX_ROWS = 64
@@ -132,6 +138,20 @@ def samples(
     return found
 
 
+@lru_cache(maxsize=4)
+def likely(case: Case, device: str, numerics: Numerics) -> Mapping[str, Admissible]:
+    """What the fields of the output likely are."""
+    certain = admitted(materialized, case, device, numerics)
+    return elements(materialized(case, device), numerics, certain)
+
+
+@lru_cache(maxsize=4)
+def sampled(case: Case, device: str, numerics: Numerics) -> list[Sample]:
+    """The rows whose directions are judged."""
+    certain = admitted(materialized, case, device, numerics)
+    return samples(materialized(case, device), numerics, certain, likely(case, device, numerics))
+
+
 def _scattered(number: torch.Tensor, share: float) -> torch.Tensor:
     """Which of the numbers are in a share of all that has no pattern."""
     return (number * 2654435761) % 2**32 < share * 2**32
@@ -211,8 +231,11 @@ class Reading(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The value over its limit."""
-        return abs(self.value) / self.limit if self.limit else math.inf * abs(self.value)
+        """The value over its limit; infinite for NaN, which is below no limit."""
+        if not self.value:
+            return 0.0
+        ratio = abs(self.value) / self.limit if self.limit else math.inf
+        return math.inf if math.isnan(ratio) else ratio
 
 
 class Along(NamedTuple):
@@ -261,7 +284,7 @@ def along(
     return Along(
         value=((got - sample.out) * w).sum(-1),
         noise=torch.sqrt(noise),
-        sure=_sure(sample, w, x, base, roundoff),
+        sure=sure_along(sample, w, roundoff),
         unit=(w * unit).sum(-1),
     )
 
@@ -271,17 +294,26 @@ def _sums(numerics: Numerics) -> tuple[float, ...]:
     return {True: (0.0,), False: (1.0,), None: (0.0, 1.0)}[numerics.sum_rounded_p]
 
 
-def _sure(
-    sample: Sample, w: torch.Tensor, x: torch.Tensor, base: torch.Tensor, roundoff: float
-) -> torch.Tensor:
+def sure_along(sample: Sample, w: torch.Tensor, roundoff: float) -> torch.Tensor:
     """[n] how far errors that may all point one way move ⟨out, w⟩: those of one channel Σ p ⟨v, w⟩."""
+    base = (w * sample.out).sum(-1)
+    x = (w @ sample.values.T - base[:, None]).abs()
     room = 1.0 - sample.total
-    shift = (sample.excess * x.abs()).sum(-1) / room
-    mean = (sample.weights * x.abs()).sum(-1)
-    second = 2.0 * shift + sample.total / room * (mean + 2.0 * base.abs())
+    shift = (sample.excess * x).sum(-1) / room
+    second = 2.0 * shift + sample.total / room * ((sample.weights * x).sum(-1) + 2.0 * base.abs())
     single = (w.abs() * sample.coherent).sum(-1)
     divided = 1.0 - sample.normaliser - roundoff
     return shift + (single + roundoff * second + sample.normaliser * (base.abs() + shift)) / divided
+
+
+def sure_apart(sample: Sample, roundoff: float) -> torch.Tensor:
+    """[n v] the same of every channel: bounds.py's, but for the rounding of the weights."""
+    share = (sample.total / (1.0 - sample.total))[:, None]
+    deviation = torch.sqrt(centred(sample.weights[None], sample.values[None], sample.out[None])[0])
+    second = 2.0 * sample.shift + share * (deviation + 2.0 * sample.out.abs())
+    mean = sample.normaliser[:, None] * (sample.out.abs() + sample.shift)
+    divided = (1.0 - sample.normaliser - roundoff)[:, None]
+    return sample.shift + (sample.coherent + roundoff * second + mean) / divided
 
 
 def filters(found: list[Sample], got: torch.Tensor, numerics: Numerics, query: torch.dtype) -> list[Reading]:
@@ -298,13 +330,14 @@ def filters(found: list[Sample], got: torch.Tensor, numerics: Numerics, query: t
         parts = []
         for sample in found:
             unit = gain_and_slope(sample)[name]
-            parts.append(along(sample, _of(got, sample), unit, numerics, query, scale))
+            parts.append(along(sample, of(got, sample), unit, numerics, query, scale))
         readings += _read(name, found, parts, scale)
-    tokens = [_weight_of_a_key(sample, _of(got, sample), numerics, query, scale) for sample in found]
-    return readings + tokens
+    tokens = [_weight_of_a_key(sample, of(got, sample), numerics, query, scale) for sample in found]
+    return [*readings, max(tokens, key=lambda reading: reading.ratio)]
 
 
-def _of(got: torch.Tensor, sample: Sample) -> torch.Tensor:
+def of(got: torch.Tensor, sample: Sample) -> torch.Tensor:
+    """[n v] float64: the rows of a sample in an output [t h v]."""
     return got[sample.tokens, sample.heads].double()
 
 
@@ -363,13 +396,7 @@ def _norms(sample: Sample, numerics: Numerics, query: torch.dtype, scale: float)
     by_channel = squares_by_channel(weights, values, out, sample.cells)[0]
     trace = (by_channel / white.square()).sum(-1)
     largest = torch.minimum(POWER_MARGIN * _largest(sample, white), trace)
-    share = (sample.total / (1.0 - sample.total))[:, None]
-    deviation = torch.sqrt(centred(weights, values, out)[0])
-    second = 2.0 * sample.shift + share * (deviation + 2.0 * sample.out.abs())
-    mean = sample.normaliser[:, None] * (sample.out.abs() + sample.shift)
-    divided = (1.0 - sample.normaliser - roundoff)[:, None]
-    single = sample.shift + (sample.coherent + roundoff * second + mean) / divided
-    sure = (single / white).norm(dim=-1)
+    sure = (sure_apart(sample, roundoff) / white).norm(dim=-1)
     if not (numerics.sum_rounded_p is True and numerics.shared_p):
         own = scale * roundoff * torch.sqrt(squares(sample.weights, sample.cells))
         for delta in sample.deltas:
@@ -413,9 +440,27 @@ def lengths(found: list[Sample], got: torch.Tensor, numerics: Numerics, query: t
         trace, largest = norms.trace + half.sum(-1), norms.largest + half.amax(-1)
         chance = trace + 2.0 * torch.sqrt(trace * largest * rare) + 2.0 * largest * rare
         limit = torch.sqrt(chance) + norms.sure
-        length = ((_of(got, sample) - sample.out) / white).norm(dim=-1)
+        length = ((of(got, sample) - sample.out) / white).norm(dim=-1)
         row = int((length / limit).nan_to_num(nan=math.inf).argmax())
         place = int(sample.tokens[row]), int(sample.heads[row])
         effect = float(length[row] / torch.sqrt(trace[row]))
         readings.append(Reading("length", float(length[row]), float(limit[row]), effect, place))
     return max(readings, key=lambda reading: reading.ratio)
+
+
+def finding(readings: list[Reading], inputs: Any, words: str) -> Finding:
+    """The reading farthest beyond its limit, or nearest to it. words: what its effect means."""
+    worst = max(readings, key=lambda reading: reading.ratio)
+    index, ratio = worst.where or (), worst.ratio
+    where = place("t h", index, inputs) if index else "all rows together"
+    at = Worst(
+        tensor="out", index=index, got=worst.value, want=0.0, bound=worst.limit, ratio=ratio, place=where
+    )
+    if ratio <= 1.0:
+        return Finding(ok=True, worst=at, num_checked=len(readings))
+    bad = sum(reading.ratio > 1.0 for reading in readings)
+    detail = (
+        f"out: {worst.name} at {where}: {worst.value:.4g}, where {worst.limit:.4g} is likely at most "
+        f"({ratio:.3g} × the limit); {words.format(effect=worst.effect)}"
+    )
+    return Finding(ok=False, detail=detail, worst=at, num_bad=bad, num_checked=len(readings))

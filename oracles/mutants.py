@@ -26,7 +26,7 @@ from mla_ref.layer import latents, layer_around
 from mla_ref.layout import CacheLayout
 from mla_ref.merge_states import merge_states
 from mla_ref.naive import naive
-from mla_ref.numerics import INPUT, Numerics
+from mla_ref.numerics import EXACT, INPUT, Numerics
 from mla_ref.paged_attention import paged_attention
 from mla_ref.pages import gather
 from mla_ref.problem import AttentionOutput, problem
@@ -140,18 +140,23 @@ def attend(inputs: Any, steps: Steps) -> AttentionOutput:
             key = torch.einsum("jc,hpc->hjp", kv_c, inputs.w_uk.to(wide))
             value = torch.einsum("jc,hvc->hjv", value[0], inputs.w_uv.to(wide))
         q, q_pe = (x[request.rows].to(wide).transpose(0, 1) for x in inputs[:2])
-        scores = step("scores", (q @ key.transpose(1, 2) + q_pe @ k_pe.T) * inputs.softmax_scale)
+        dots: Callable[..., torch.Tensor] = steps.get("dots", _dots)
+        scores = step("scores", dots(q, key, q_pe, k_pe) * inputs.softmax_scale)
         mask = step("mask", causal_mask(request, 0, len(kv_c), query.device))
         scores = scores.masked_fill(~mask, -torch.inf)
         half = len(kv_c) // 2
         splits = slice(half), slice(half, None)
         parts = [_online(scores[..., split], value[:, split], step) for split in splits]
         outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
-        merge: Callable[..., Any] = steps.get("merge", _merge)
+        merge: Callable[..., Any] = steps.get("merge", merged_at_once)
         row, row_lse = merge(outs, lses)
         out[request.rows] = step("round", row.transpose(0, 1)).to(out.dtype)
         lse[request.rows] = row_lse.T.to(torch.float32)
     return AttentionOutput(out, lse)
+
+
+def _dots(q: torch.Tensor, key: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+    return q @ key.transpose(1, 2) + q_pe @ k_pe.T
 
 
 def _online(
@@ -164,16 +169,17 @@ def _online(
         new = torch.maximum(top, part.amax(-1))
         shift = new.masked_fill(new.isneginf(), 0.0)
         rescale = torch.exp(top - shift)
-        p = torch.exp(part - shift[..., None])
+        p = step("exp", torch.exp(part - shift[..., None]))
         total = step("total", total * step("rescale_total", rescale) + p.sum(-1))
         acc = acc * step("rescale_out", rescale)[..., None] + step("p", p) @ value[:, start : start + TILE]
         acc, top = step("acc", acc), new
     return acc / total.masked_fill(total == 0, 1.0)[..., None], torch.log(total) + top
 
 
-def _merge(
+def merged_at_once(
     outs: torch.Tensor, lses: torch.Tensor, exp: Callable[..., Any] = torch.exp
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The right merge of states, if ``exp`` is right."""
     top = lses.amax(0)
     shift = top.masked_fill(top.isneginf(), 0.0)
     weights = exp(lses - shift)
@@ -213,7 +219,8 @@ def narrowed(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     return lambda x, _: x.to(dtype).to(x.dtype)
 
 
-def _without_middle(mask: torch.Tensor, request: Request) -> torch.Tensor:
+def without_middle(mask: torch.Tensor, request: Request) -> torch.Tensor:
+    """The key at the edge of the splits is seen by no row."""
     mask = mask.clone()
     mask[:, request.kv_len // 2] = False
     return mask
@@ -289,7 +296,7 @@ def _naive_merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _average(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return outs.mean(0), _merge(outs, lses)[1]
+    return outs.mean(0), merged_at_once(outs, lses)[1]
 
 
 def _swapped_heads(inputs: Any, output: AttentionOutput) -> AttentionOutput:
@@ -343,7 +350,8 @@ def _unwritten(inputs: Any, output: AttentionOutput) -> AttentionOutput:
     return output._replace(out=out)
 
 
-def _truncated(x: torch.Tensor, request: Request) -> torch.Tensor:
+def truncated(x: torch.Tensor, request: Request) -> torch.Tensor:
+    """float32 cut off where bfloat16 ends."""
     return (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
 
 
@@ -375,7 +383,7 @@ def _attention_mutants(case: Case, per_tensor: Case, tiled: Case, empty: Case) -
         "scale_of_latent_width": (case, given(softmax_scale=lambda _: CONFIG.entry_width**-0.5)),
         "scale_without_mscale": (yarn, given(softmax_scale=lambda _: CONFIG.qk_head_dim**-0.5)),
         "exp2_of_natural_scores": (case, departing(scores=lambda scores, _: scores / LOG2_E)),
-        "key_dropped": (case, departing(mask=_without_middle)),
+        "key_dropped": (case, departing(mask=without_middle)),
         "key_twice": (case, departing(keys=_middle_twice)),
         "causal_one_more": (case, departing(mask=_shifted(1))),
         "causal_one_less": (case, departing(mask=_shifted(-1))),
@@ -384,7 +392,7 @@ def _attention_mutants(case: Case, per_tensor: Case, tiled: Case, empty: Case) -
         "lse_base_2": (case, returning(lambda _, o: o._replace(lse=o.lse * LOG2_E))),
         "lse_of_unscaled_maximum": (
             case,
-            departing(merge=lambda outs, lses: (_merge(outs, lses)[0], lses.amax(0))),
+            departing(merge=lambda outs, lses: (merged_at_once(outs, lses)[0], lses.amax(0))),
         ),
         "fp8_scale_ignored": (per_tensor, given(kv_scale=lambda x: torch.ones_like(x.kv_scale))),
         "fp8_scale_twice": (per_tensor, given(kv_scale=lambda x: x.kv_scale.square())),
@@ -414,7 +422,7 @@ def _attention_mutants(case: Case, per_tensor: Case, tiled: Case, empty: Case) -
             case,
             departing(rescale_out=lambda x, _: torch.ones_like(x).where(x > 0, x)),
         ),
-        "merge_base_2": (case, departing(merge=lambda outs, lses: _merge(outs, lses, torch.exp2))),
+        "merge_base_2": (case, departing(merge=lambda outs, lses: merged_at_once(outs, lses, torch.exp2))),
         "merge_average": (case, departing(merge=_average)),
         "merge_overflow": (huge, departing(merge=_naive_merge)),
         "weights_in_fp8": (case, departing(p=narrowed(torch.float8_e4m3fn))),
@@ -422,7 +430,7 @@ def _attention_mutants(case: Case, per_tensor: Case, tiled: Case, empty: Case) -
         "scores_in_bf16": (case, departing(scores=narrowed(torch.bfloat16))),
         "sum_in_bf16": (case, departing(total=narrowed(torch.bfloat16))),
         "accumulator_in_bf16": (case, departing(acc=narrowed(torch.bfloat16))),
-        "output_truncated": (case, departing(round=_truncated)),
+        "output_truncated": (case, departing(round=truncated)),
         "lse_in_query_dtype": (case, returning(lambda _, o: o._replace(lse=o.lse.to(o.out.dtype)))),
         "lse_heads_first": (case, returning(lambda _, o: o._replace(lse=o.lse.T.contiguous()))),
         "lse_missing": (case, returning(lambda _, o: o.out)),
@@ -555,7 +563,7 @@ def _merge_mutants() -> dict[str, tuple[Case, Run]]:
         return AttentionOutput(out.to(outs.dtype), torch.log(total) + top)
 
     def not_empty(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _merge(outs, lses.masked_fill(lses.isneginf(), 0.0))
+        return merged_at_once(outs, lses.masked_fill(lses.isneginf(), 0.0))
 
     def unshifted(inputs: Any) -> AttentionOutput:
         """What -inf - -inf gives where every state is empty."""
@@ -566,14 +574,17 @@ def _merge_mutants() -> dict[str, tuple[Case, Run]]:
         )
 
     return {
-        "states_merged_in_base_2": (MERGE, merged_by(lambda outs, lses: _merge(outs, lses, torch.exp2))),
+        "states_merged_in_base_2": (
+            MERGE,
+            merged_by(lambda outs, lses: merged_at_once(outs, lses, torch.exp2)),
+        ),
         "states_averaged": (MERGE, merged_by(_average)),
         "states_merged_without_maximum": (MERGE, merged_by(_naive_merge)),
         "states_keep_the_largest_lse": (
             MERGE,
-            merged_by(lambda outs, lses: (_merge(outs, lses)[0], lses.amax(0))),
+            merged_by(lambda outs, lses: (merged_at_once(outs, lses)[0], lses.amax(0))),
         ),
-        "states_first_ignored": (MERGE, merged_by(lambda outs, lses: _merge(outs[1:], lses[1:]))),
+        "states_first_ignored": (MERGE, merged_by(lambda outs, lses: merged_at_once(outs[1:], lses[1:]))),
         "states_empty_times_zero": (MERGE, lambda inputs: multiplied(*inputs)),
         "states_empty_counted": (MERGE, merged_by(not_empty)),
         "states_all_empty_nan": (MERGE, unshifted),
@@ -826,7 +837,9 @@ def _capacity_mutants() -> dict[str, tuple[Case, Run]]:
 
 
 def right(case: Case) -> tuple[Run, Numerics]:
-    """What the mutants of this case's problem were before their edit, and what it declares."""
+    """What the mutants of this case were before their edit, and what it declares."""
+    from oracles import precision_mutants
+
     references: dict[str, Callable[..., Any]] = {
         "paged_attention": paged_attention,
         "merge_states": merge_states,
@@ -836,13 +849,15 @@ def right(case: Case) -> tuple[Run, Numerics]:
         "layer": layer_around(naive),
         "cache_capacity": cache_capacity,
     }
-    numerics = next(mutant.numerics for mutant in mutants() if mutant.case.problem == case.problem)
+    numerics = next(mutant.numerics for mutant in mutants() if mutant.case == case)
+    if numerics.p != EXACT:
+        return precision_mutants.kernel(), numerics
     fn = references.get(case.problem)
     return (departing() if fn is None else changed(fn)), numerics
 
 
 def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
-    from oracles import probe_mutants  # they are edits of what is defined here
+    from oracles import precision_mutants, probe_mutants  # they are edits of what is defined here
 
     expanded = [replace(case, problem="attention") for case in (LATENT, PER_TENSOR, TILED, EMPTY)]
     yield Numerics(), _attention_mutants(LATENT, PER_TENSOR, TILED, EMPTY)
@@ -850,6 +865,7 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
     yield Numerics(), probe_mutants.attention_mutants(LATENT, PER_TENSOR)
     yield Numerics(form="expanded"), probe_mutants.attention_mutants(*expanded[:2])
     yield Numerics(form="expanded"), probe_mutants.weight_mutants(expanded[0])
+    yield precision_mutants.NUMERICS, precision_mutants.precision_mutants()
     for family in (
         _paged_mutants,
         _merge_mutants,

@@ -57,13 +57,14 @@ def made(make: Make, case: Case, device: str) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _admissible(make: Make, case: Case, device: str, numerics: Numerics) -> Mapping[str, Admissible]:
+def admitted(make: Make, case: Case, device: str, numerics: Numerics) -> Mapping[str, Admissible]:
+    """What the output on ``make``'s inputs may be under these numerics."""
     return ADMISSIBLE[case.problem](made(make, case, device), numerics)
 
 
 def admissible(make: Make, trial: Trial, case: Case | None = None) -> Mapping[str, Admissible]:
     """What the output on ``make``'s inputs may be."""
-    return _admissible(make, case or trial.case, trial.device, trial.backend.numerics)
+    return admitted(make, case or trial.case, trial.device, trial.backend.numerics)
 
 
 @lru_cache(maxsize=16)

@@ -80,5 +80,8 @@ ORACLE = Oracle(
         "fp8_scale_twice",
         "paged_key_dropped",
         "paged_tail_unmasked",
+        "last_page_stale",
+        "key_dropped_among_many",
+        "splits_exchanged",
     ),
 )

@@ -128,5 +128,6 @@ ORACLE = Oracle(
         "context_skipped",
         "new_tokens_ignored",
         "paged_key_dropped",
+        "last_page_stale",
     ),
 )

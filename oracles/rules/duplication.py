@@ -81,5 +81,7 @@ ORACLE = Oracle(
         "merge_average",
         "sum_not_rescaled",
         "paged_key_dropped",
+        "sum_in_bf16_in_the_noise",
+        "exponential_to_a_hundredth",
     ),
 )

@@ -56,5 +56,6 @@ ORACLE = Oracle(
     kills=(
         "first_output_remembered",
         "heads_swapped",
+        "one_element_five_percent",
     ),
 )

@@ -43,5 +43,7 @@ ORACLE = Oracle(
         "sum_not_rescaled",
         "out_not_rescaled",
         "weights_in_fp8",
+        "exponential_to_a_hundredth",
+        "sum_in_bf16_in_the_noise",
     ),
 )

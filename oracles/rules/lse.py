@@ -39,5 +39,11 @@ ORACLE = Oracle(
         "paged_scale_one_percent",
         "paged_key_dropped",
         "states_keep_the_largest_lse",
+        "scores_in_fp16",
+        "scores_in_bf16_in_the_noise",
+        "sum_in_bf16_in_the_noise",
+        "exponential_to_a_thousandth",
+        "scale_one_in_a_thousand",
+        "scale_in_bf16",
     ),
 )

@@ -125,5 +125,8 @@ ORACLE = Oracle(
         "rope_part_dropped",
         "paged_heads_interleaved",
         "paged_key_dropped",
+        "last_page_stale",
+        "splits_exchanged",
+        "one_element_five_percent",
     ),
 )

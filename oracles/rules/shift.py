@@ -92,5 +92,8 @@ ORACLE = Oracle(
         "lse_base_2",
         "rope_part_dropped",
         "scores_in_bf16",
+        "scores_in_fp16",
+        "products_added_in_bf16",
+        "scale_in_bf16",
     ),
 )

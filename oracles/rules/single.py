@@ -92,5 +92,9 @@ ORACLE = Oracle(
         "paged_scales_ignored",
         "paged_values_from_keys",
         "paged_tail_unmasked",
+        "scores_in_fp16",
+        "scale_one_in_a_thousand",
+        "scale_in_bf16",
+        "scale_with_one_mscale",
     ),
 )

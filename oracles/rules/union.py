@@ -93,5 +93,7 @@ ORACLE = Oracle(
         "sum_not_rescaled",
         "merge_average",
         "paged_key_dropped",
+        "sum_in_bf16_in_the_noise",
+        "splits_exchanged",
     ),
 )

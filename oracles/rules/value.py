@@ -96,5 +96,9 @@ ORACLE = Oracle(
         "layer_norm_weight_forgotten",
         "layer_values_first",
         "layer_positions_from_zero",
+        "one_element_five_percent",
+        "products_added_in_bf16",
+        "splits_exchanged",
+        "last_page_stale",
     ),
 )

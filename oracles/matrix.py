@@ -41,6 +41,10 @@ OF_ONE_RUN = (
     "contract",
     "value",
     "lse",
+    "likely",
+    "row_norm",
+    "matched_filters",
+    "statistics",
     "empty_rows",
     "inputs_unchanged",
     "stored",
@@ -230,20 +234,47 @@ def jobs_of(
 
     Raises: ValueError on a backend or an oracle that cannot be found.
     """
-    for name in oracles or ():
-        if name not in rules():
-            raise ValueError(f"oracle {name!r} is not one of {', '.join(rules())}")
     if implemented is None:
         implemented = {spec: load(spec).problem for spec in specs}
     jobs = []
     for contract in problems:
-        able = tuple(spec for spec, name in implemented.items() if name == contract.name)
-        claims = tuple(o.name for o in oracles_for(contract) if oracles is None or o.name in oracles)
+        able, claims = _judged(contract, implemented, oracles)
         if able and claims:
             cases = matrix(contract, configs, formats, seed)
             turns = (None if full else (i, len(cases)) for i in range(len(cases)))
             jobs += [Job(case, able, claims, device, turn) for case, turn in zip(cases, turns, strict=True)]
     return jobs
+
+
+def jobs_on(
+    cases: Sequence[Case], implemented: Mapping[str, str], oracles: Sequence[str] | None, device: str
+) -> list[Job]:
+    """Given cases instead of a matrix, for the backends that implement the problem of each: no turns.
+
+    implemented: the problem of each spec.
+
+    Raises: ValueError on an oracle that cannot be found, or a case that no inputs can be made of.
+    """
+    jobs = []
+    for case in cases:
+        contract = find_problem(case.problem)
+        able, claims = _judged(contract, implemented, oracles)
+        if able and claims:
+            contract.materialize(case, torch.device("cpu"))  # whatever is wrong with a case shows here
+            jobs.append(Job(case, able, claims, device))
+    return jobs
+
+
+def _judged(
+    contract: Problem, implemented: Mapping[str, str], oracles: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The backends that implement a problem, and the oracles that judge it."""
+    for name in oracles or ():
+        if name not in rules():
+            raise ValueError(f"oracle {name!r} is not one of {', '.join(rules())}")
+    able = tuple(spec for spec, name in implemented.items() if name == contract.name)
+    claims = tuple(o.name for o in oracles_for(contract) if oracles is None or o.name in oracles)
+    return able, claims
 
 
 def job_of(

@@ -255,14 +255,14 @@ class Pool:
                 ended += [outcome] if outcome is not None else []
         return ended
 
-    def _crowds(self) -> dict[int, tuple[int, int]]:
-        """Processes and resident bytes by session, now and then."""
+    def _crowds(self) -> dict[int, list[Path]]:
+        """The processes of each worker's session, now and then."""
         if time.monotonic() - self._scanned < SCAN:
             return {}
         self._scanned = time.monotonic()
         return _sessions({worker.process.pid for worker in self._workers.values()})
 
-    def _end_of(self, worker: _Worker, crowds: dict[int, tuple[int, int]]) -> tuple[str, str] | None:
+    def _end_of(self, worker: _Worker, crowds: dict[int, list[Path]]) -> tuple[str, str] | None:
         """How its task, preparation or idle time has just ended, and why; None if it has not."""
         if (said := _said(worker)) is not None:
             return said
@@ -275,13 +275,13 @@ class Pool:
         seconds = self._limits.seconds if worker.ready else START_SECONDS
         if busy and time.monotonic() - worker.since > seconds:
             return TIMED_OUT, f"took longer than {seconds:g} s{_where_it_is(worker)}"
-        count, used = crowds.get(worker.process.pid, (1, 0))
-        used = max(used, _sizes(str(worker.process.pid))[1])
+        crowd = crowds.get(worker.process.pid, [])
+        if len(crowd) > MAX_PROCESSES:
+            return CRASHED, f"started {len(crowd)} processes; the limit is {MAX_PROCESSES}"
         limit = self._limits.memory
+        used = sum(map(_own_bytes, crowd)) if len(crowd) > 1 else _sizes(str(worker.process.pid))[1]
         if limit is not None and used > limit:
             return CRASHED, f"used {used / GIB:.2f} GiB of memory; the limit is {limit / GIB:g} GiB"
-        if count > MAX_PROCESSES:
-            return CRASHED, f"started {count} processes; the limit is {MAX_PROCESSES}"
         return None
 
     def _finish(self, slot: int, worker: _Worker, end: str, why: str) -> Outcome | None:
@@ -433,19 +433,24 @@ def _processes() -> Iterator[Path]:
     return (path for path in proc.iterdir() if path.name.isdigit()) if proc.is_dir() else iter(())
 
 
-def _sessions(wanted: set[int]) -> dict[int, tuple[int, int]]:
-    """How many processes each of these sessions has, and their resident bytes."""
-    found = dict.fromkeys(wanted, (0, 0))
+def _sessions(wanted: set[int]) -> dict[int, list[Path]]:
+    """The processes of each of these sessions."""
+    found: dict[int, list[Path]] = {session: [] for session in wanted}
     for path in _processes():
-        try:
-            fields = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        session = int(fields[3])
-        if session in found:
-            count, used = found[session]
-            found[session] = count + 1, used + int(fields[21]) * resource.getpagesize()
+        with contextlib.suppress(OSError):
+            session = int((path / "stat").read_text(errors="replace").rpartition(")")[2].split()[3])
+            if session in found:
+                found[session].append(path)
     return found
+
+
+def _own_bytes(path: Path) -> int:
+    """Resident memory of a process, of pages that it shares with forks of itself only its part."""
+    with contextlib.suppress(OSError):
+        for line in (path / "smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def share_of_memory(workers: int) -> int:

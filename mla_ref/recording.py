@@ -149,6 +149,12 @@ def why_not_recorded(case: Case) -> str | None:
     return None
 
 
+def served(case: Case, problem: str) -> Case:
+    """A recorded case as one of another problem, where its recording serves that; any other case as it is."""
+    serves = case.regime == RECORDED and problem in PROBLEMS
+    return replace(case, problem=problem) if serves else case
+
+
 def recorded_tensor(case: Case, name: str) -> torch.Tensor:
     """A tensor of ``SHAPES``, float64, for the case's own lengths and heads.
 

@@ -23,11 +23,12 @@ from mla_ref.presets import PRESETS
 from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
-from oracles import fuzz_cli, gate_cli, plan_cli
+from mla_ref.recording import served
+from oracles import fuzz_cli, gate_cli, plan_cli, record_cli
 from oracles.console import GROUPINGS, describe, distinct, label, one_line, python_code, reasons, summary
 from oracles.junit import to_junit
-from oracles.lookup import recipe, stored
-from oracles.matrix import Job, job_of, jobs_of
+from oracles.lookup import cases_in, recipe, stored
+from oracles.matrix import Job, job_of, jobs_of, jobs_on
 from oracles.pool import judge_all, problems_of
 from oracles.run_directory import Journal, manifest_of, open_run, record_of
 from oracles.tables import TABLES
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 app.command(context_settings=plan_cli.CONTEXT)(plan_cli.plan)
 app.command(context_settings=gate_cli.CONTEXT)(gate_cli.gate)
+app.command("record")(record_cli.record_command)
 
 Names = list[str] | None
 Device = Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")]
@@ -122,6 +124,7 @@ def run(
     preset: Annotated[Names, typer.Option(help="Only this model; repeatable.")] = None,
     format_: Annotated[Names, typer.Option("--format", help="Only this cache format; repeatable.")] = None,
     oracle: OnlyOracles = None,
+    case: Annotated[Names, typer.Option(help="A recording or a case, not the matrix; repeatable.")] = None,
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="Variants and oracles take no turns.")] = False,
@@ -150,17 +153,23 @@ def run(
                 "presets": preset or list(PRESETS),
                 "formats": format_ or list(formats()),
             }
-            todo = jobs_of(
-                specs=specs,
-                problems=[find_problem(name) for name in asked["problems"]],
-                configs=[find_preset(name) for name in asked["presets"]],
-                formats=[cache_format(name) for name in asked["formats"]],
-                oracles=oracle,
-                device=device,
-                seed=seed,
-                full=full,
-                implemented=problems_of(specs, device, limits),
-            )
+            implemented = problems_of(specs, device, limits)
+            if case:
+                given = [found for name in case for found in cases_in(name, asked["problems"], format_)]
+                asked["cases"] = [found.to_json() for found in given]
+                todo = jobs_on(given, implemented, oracle, device)
+            else:
+                todo = jobs_of(
+                    specs=specs,
+                    problems=[find_problem(name) for name in asked["problems"]],
+                    configs=[find_preset(name) for name in asked["presets"]],
+                    formats=[cache_format(name) for name in asked["formats"]],
+                    oracles=oracle,
+                    device=device,
+                    seed=seed,
+                    full=full,
+                    implemented=implemented,
+                )
             lines, report = (
                 files.enter_context(path.open("w", encoding="utf-8")) if path else None
                 for path in (json_file, junit_file)
@@ -224,7 +233,8 @@ def show(
 @app.command()
 def replay(
     case: Annotated[
-        str, typer.Argument(help="A case as JSON, a file of one or of verdicts, a run directory.")
+        str,
+        typer.Argument(help="A case as JSON, a file of one or of verdicts, a recording, a run directory."),
     ],
     backend: Annotated[str, typer.Option(help="A listed name, or module:NAME; else the verdict's.")] = "",
     oracle: OnlyOracles = None,
@@ -241,7 +251,9 @@ def replay(
         found, spec, status = recipe(case, index, backend)
         deadly = status in (CRASH, TIMEOUT)
         limits = _limits(1, device, deadly if isolate is None else isolate, timeout, memory)
-        job = job_of(found, spec, oracle, device, problems_of([spec], device, limits)[spec])
+        implemented = problems_of([spec], device, limits)[spec]
+        found = served(found, implemented)
+        job = job_of(found, spec, oracle, device, implemented)
     [(_, verdicts)] = judge_all([job], 1, limits)
     console = _console()
     _print(console, label(found))

@@ -1,12 +1,36 @@
-"""Which verdict or case is meant: one in a run directory, in a file, or spelled out."""
+"""Which verdict or case is meant: one in a run directory, in a file, in a recording, or spelled out."""
 
 import json
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mla_ref.case import Case
+from mla_ref.recording import PROBLEMS, read
 from oracles.run_directory import RunDirectory
 from oracles.verdict import BROKEN, Verdict
 from oracles.verify import backends
+
+RECORDINGS = ".safetensors"
+
+
+def cases_in(given: str, problems: Collection[str], formats: Sequence[str] | None) -> list[Case]:
+    """The case in a file, or spelled out; a recording in every one of the problems that it serves.
+
+    formats: cache formats in which a recording's entries are stored, instead of the model's own type.
+
+    Raises: ValueError in one line; OSError if a file cannot be read.
+    """
+    if not given.endswith(RECORDINGS):
+        return [Case.from_json(given if given.lstrip().startswith("{") else Path(given).read_text("utf-8"))]
+    case = read(given).case
+    stored_as = formats or [case.cache_format]
+    return [
+        replace(case, problem=name, cache_format=form)
+        for name in PROBLEMS
+        if name in problems
+        for form in stored_as
+    ]
 
 
 def recipe(given: str, index: int | None, backend: str) -> tuple[Case, str, str]:
@@ -19,6 +43,10 @@ def recipe(given: str, index: int | None, backend: str) -> tuple[Case, str, str]
     """
     path = None if given.lstrip().startswith("{") else Path(given)
     directory = path is not None and path.is_dir()
+    if path is not None and path.suffix == RECORDINGS:
+        if not backend:
+            raise ValueError("a recording names no backend: say --backend NAME")
+        return read(path).case, backend, ""
     text = "" if directory else given if path is None else path.read_text(encoding="utf-8")
     if directory or not _is_case(text):
         _, verdict = stored(path, index) if path is not None else _pick(text, index)

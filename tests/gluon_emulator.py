@@ -120,11 +120,21 @@ def _store(p, value, mask=None):
     p.memory[torch.from_numpy(np.ascontiguousarray(offset[live]))] = values.to(p.memory.dtype)
 
 
+def _atomic_add(p, value):
+    old = _load(p)
+    _store(p, old + value)
+    return old
+
+
 class Shared:
     """A view of shared memory."""
 
     def __init__(self, values, dtype):
         self.values, self.dtype = values, dtype
+
+    @property
+    def shape(self):
+        return self.values.shape
 
     def index(self, i):
         return Shared(self.values[int(i)], self.dtype)
@@ -318,6 +328,8 @@ def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs):
 def _allocate(dtype, shape, layout):
     if dtype == torch.int64:
         return Barriers(shape[0])
+    if dtype == torch.int32:
+        return Shared(np.full(shape, -(2**31), np.int64), dtype)
     return Shared(np.full(shape, np.nan, np.float32), dtype)
 
 
@@ -340,6 +352,13 @@ def _layout(*args, **kwargs):
     return None
 
 
+_layout.get_default_for = _layout
+
+
+def _full(shape, value, dtype, layout=None):
+    return array(np.full(shape, value, np.int64 if dtype in (torch.int32, torch.int64) else np.float32))
+
+
 LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x,
     float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
@@ -349,10 +368,10 @@ LANGUAGE = SimpleNamespace(
     allocate_shared_memory=_allocate, warp_specialize=_warp_specialize, static_range=range,
     program_id=lambda axis: Scalar(_program.ids[axis]),
     num_programs=lambda axis: Scalar(_program.grid[axis]),
-    load=_load, store=_store,
+    load=_load, store=_store, atomic_add=_atomic_add,
     arange=lambda a, b, layout=None: array(np.arange(a, b)),
     zeros=lambda shape, dtype, layout=None: array(np.zeros(shape, np.float32)),
-    full=lambda shape, value, dtype, layout=None: array(np.full(shape, value, np.float32)),
+    full=_full,
     zeros_like=_pick(np.zeros_like),
     convert_layout=lambda x, layout: x,
     where=_pick(lambda m, a, b: np.where(m, _single(a), _single(b))),

@@ -1,0 +1,129 @@
+"""The Hopper prefill kernel without a GPU: its source under the emulator, judged like any backend."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from gluon_emulator import Emulated, array
+
+from mla_fast import _gluon_prefill_kernel, gluon_prefill
+from mla_ref.backend import available
+from mla_ref.case import Case
+from mla_ref.config import MLAConfig
+from mla_ref.layout import CacheLayout
+from oracles.verdict import ERROR, FAIL, PASS
+from oracles.verify import judge
+
+NUM_SMS = 3
+
+CASES = {
+    "one_tile": ((128,), (128,), 1, 64, {}),
+    "ragged": ((100, 130, 1, 0), (300, 130, 70, 64), 2, 64, {}),
+    "context": ((70, 3), (450, 129), 2, 64, {}),
+    "empty": ((1, 1, 1), (0, 1, 0), 2, 64, {}),
+    "more_queries_than_keys": ((200, 2), (3, 0), 2, 16, {}),
+    "five_heads": ((130, 5), (200, 80), 5, 64, {}),
+    "pages_of_1": ((9, 40), (150, 60), 1, 1, {}),
+    "padded": ((30,), (200,), 1, 64, {"entry_align": 256, "block_gap": 4096 + 16, "offset": 32}),
+    "negative": ((90, 1), (300, 64), 2, 64, {"regime": "negative"}),
+    "peaky": ((140, 2), (450, 200), 2, 64, {"regime": "peaky"}),
+    "half": ((100, 30), (150, 300), 1, 64, {"dtype": "float16", "cache_format": "fp16"}),
+    "fp8": ((100, 3), (150, 30), 1, 64, {"cache_format": "fp8_ds_mla"}),
+    "narrow": ((100, 3), (330, 30), 2, 32, {"widths": (64, 32, 64)}),
+    "narrow_keys": ((100, 3), (330, 30), 2, 32, {"widths": (64, 64, 128)}),
+}
+
+
+def case(name: str, seed: int) -> Case:
+    q_lens, kv_lens, heads, block_size, extra = CASES[name]
+    layout = {k: v for k, v in extra.items() if k in ("entry_align", "block_gap", "offset")}
+    p, r, v = extra.get("widths", (128, 64, 128))
+    config = MLAConfig(
+        name="heads", hidden_size=64, num_heads=heads, q_lora_rank=None, kv_lora_rank=256 if r == 32 else 512,
+        qk_nope_head_dim=p, qk_rope_head_dim=r, v_head_dim=v,
+    )  # fmt: skip
+    fields = {k: v for k, v in extra.items() if k not in layout and k != "widths"}
+    return Case(
+        problem="attention", config=config, q_lens=q_lens, kv_lens=kv_lens, block_size=block_size,
+        layout=CacheLayout(**layout), seed=seed, **fields,
+    )  # fmt: skip
+
+
+# Edits of the kernel's source, and the case whose verdict must notice.
+PLANTED = {
+    "keys_read_before_they_land": (
+        "_wait_for_keys(bar_k, i_block + i + 1, i + 1 < num_blocks)",
+        "_wait_for_keys(bar_k, i_block + i + 1, False)",
+        "context",
+    ),
+    "values_read_before_they_land": (
+        "mbarrier.wait(bar_v.index(last), ((i_block + i - 1) // STAGES) & 1)", "", "context",
+    ),
+    "values_filled_while_in_use": ("mbarrier.wait(bar_v_free.index(slot), free)", "", "peaky"),
+    "query_filled_while_in_use": ("pred=i_block > 0", "pred=False", "five_heads"),
+    "sum_in_the_old_frame": ("b_l = b_l * b_alpha + gl.sum(b_p, 1)", "b_l = b_l + gl.sum(b_p, 1)", "peaky"),
+    "accumulator_in_the_old_frame": ("b_o = _rescaled(b_o,", "_rescaled(b_o,", "peaky"),
+    "mask_one_key_late": ("< b_limit[:, None]", "<= b_limit[:, None]", "ragged"),
+    "no_mask_in_the_second_block": ("if o_key + KEYS > unmasked:", "if o_key > 1000000:", "ragged"),
+    "lower_rows_see_as_the_upper_do": (
+        "seen = _get(s_item, ITEM_SEEN) + HALF * ROWS", "seen = _get(s_item, ITEM_SEEN)", "one_tile",
+    ),
+    "state_forgotten": ("b_was.to(gl.float32) * (b_keep / b_total)", "b_was.to(gl.float32) * (0.0 * b_keep)",
+        "context",
+    ),
+    "heads_confused": ("head += rest % width", "head += rest % group", "five_heads"),
+}  # fmt: skip
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, kernel_module: ModuleType) -> None:
+    asm = {
+        "_opaque": lambda x: x,
+        "_exp2": lambda x: array(np.exp2(np.asarray(x, np.float32))),
+        "_rescaled": lambda b_o, b_factor: b_o * b_factor,
+    }
+    monkeypatch.setattr(
+        _gluon_prefill_kernel, "mla_prefill_kernel", Emulated(kernel_module, "mla_prefill_kernel", asm)
+    )
+    monkeypatch.setattr(gluon_prefill, "_num_sms", lambda device: NUM_SMS)
+    # Five heads of 128 keys: groups of two, two and one.
+    monkeypatch.setattr(gluon_prefill, "L2_BYTES", 2 * 280 * 512)
+
+
+BACKEND = replace(gluon_prefill.BACKEND, requires=available)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, _gluon_prefill_kernel)
+    verdicts = judge(BACKEND, case(name, seed), oracles=("value", "lse"))
+    assert {verdict.variant for verdict in verdicts} == {"default", *BACKEND.variants}
+    for verdict in verdicts:
+        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_oracle(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, _gluon_prefill_kernel)
+    for verdict in judge(BACKEND, case(name, seed)):
+        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(bug: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    good, bad, name = PLANTED[bug]
+    source = Path(_gluon_prefill_kernel.__file__).read_text(encoding="utf-8")
+    assert good in source, "the kernel no longer has the line in which the bug is planted"
+    path = tmp_path / "planted_kernel.py"
+    path.write_text(source.replace(good, bad or "pass"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    emulate(monkeypatch, planted)
+    statuses = {verdict.status for verdict in judge(BACKEND, case(name, seed), oracles=("value", "lse"))}
+    assert statuses & {FAIL, ERROR}

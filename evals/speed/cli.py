@@ -1,0 +1,127 @@
+"""``mla-verify bench``: parse, race, print.
+
+Exit codes: 0 somebody was timed and nobody was wrong; 1 one was wrong, or raised; 2 usage; 3 nobody ran.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from evals.speed.cases import SUITES, Shape, case_of, cases
+from evals.speed.race import SLOW, Pace, race
+from evals.speed.report import load, outcome, plot, show, side_by_side
+from evals.speed.work import WORK
+from mla_ref.case import Case
+
+Names = list[str] | None
+HELD, WRONG, NOTHING_RAN = 0, 1, 3
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    suite: Annotated[
+        Names, typer.Option(help=f"{', '.join(SUITES)}; repeatable. All, without --problem.")
+    ] = None,
+    problem: Annotated[str, typer.Option(help=f"One shape of {', '.join(WORK)} instead.")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Requests of it; states of a merge.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
+    q_len: Annotated[int, typer.Option(min=1, help="New tokens of a request; rows of a merge.")] = 1,
+    kv_len: Annotated[int, typer.Option(min=1, help="Cached tokens, new ones included.")] = 4096,
+    preset: Annotated[str, typer.Option(help="The model whose widths it has.")] = "deepseek-v3",
+    format_: Annotated[str, typer.Option("--format", help="How its cache is stored.")] = "bf16",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Of queries and outputs.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    backend: Annotated[
+        Names, typer.Option(help="NAME, NAME/VARIANT or NAME/prepared; repeatable. All but references.")
+    ] = None,
+    base: Annotated[str, typer.Option(help="Ratios divide by this contestant; else by the first.")] = "",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
+    rounds: Annotated[int, typer.Option(min=0, help="Turns of each contestant; 0: as the device needs.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it here: .png, .svg …")] = None,
+) -> int:
+    """Time backends on the same inputs in turns, each under the judge at the shape that is timed."""
+    if context.invoked_subcommand is not None:
+        return HELD
+    try:
+        where = _device(device)
+        todo = _cases(
+            suite or [], problem, (batch, heads, q_len, kv_len, format_), preset, block_size, dtype, seed
+        )
+        pace = Pace() if where.type == "cuda" else SLOW
+        if rounds:
+            pace = Pace(**{**vars(pace), "rounds": rounds})
+        record = race(todo, backend or [], device=where, pace=pace, seen=lambda r: _write(r, json_file))
+        if plot_file:
+            plot(record, plot_file)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    _console().print(show(record, base))
+    timed, wrong = outcome(record)
+    return WRONG if wrong else HELD if timed else NOTHING_RAN
+
+
+@app.command("show")
+def show_command(
+    files: Annotated[list[Path], typer.Argument(help="What --json wrote; of several, times side by side.")],
+    base: Annotated[str, typer.Option(help="Ratios divide by this contestant; else by the first.")] = "",
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw it here; of one file.")] = None,
+) -> int:
+    """Print a record; of several, times without any ratio."""
+    try:
+        records = [load(path) for path in files]
+        one = len({record["run"] for record in records}) == 1
+        if plot_file:
+            if not one:
+                raise ValueError(f"--plot draws one run, and these are {len(records)}")
+            plot(records[0], plot_file)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    _console().print(show(records[0], base) if one else side_by_side(records))
+    return HELD
+
+
+def _cases(
+    suites: list[str],
+    problem: str,
+    sizes: tuple[int, int, int, int, str],
+    model: str,
+    block_size: int,
+    dtype: str,
+    seed: int,
+) -> list[Case]:
+    if not problem:
+        return cases(suites or list(SUITES))
+    if suites:
+        raise ValueError("--suite and --problem: one or the other")
+    return [case_of(Shape(problem, *sizes), model=model, block_size=block_size, dtype=dtype, seed=seed)]
+
+
+def _device(name: str) -> torch.device:
+    """Raises: ValueError if torch has no such device. On the CPU, Triton kernels run in its interpreter."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name!r}: {str(error).splitlines()[0]}") from None
+    if torch.device(name).type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is first imported
+    return torch.device(name)
+
+
+def _write(record: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)

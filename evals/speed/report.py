@@ -1,0 +1,181 @@
+"""A record as a person reads it. Times are compared within one run alone: never a ratio across two."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from oracles.verdict import BROKEN, PASS
+
+NO_RATIO = (
+    "no ratios: these are different runs. Clocks, temperature, drivers and neighbours differ between runs, "
+    "so only contestants of one run are compared; put both into one."
+)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A record. Raises: ValueError where the file holds none, or cases of another run among its own."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        run, cases = record["run"], record["cases"]
+        foreign = [case["label"] for case in cases if case["run"] != run]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: no record of a race: {type(error).__name__}: {error}") from None
+    if foreign:
+        raise ValueError(
+            f"{path}: {foreign[0]} is of another run than the file; no ratio would mean anything"
+        )
+    return record
+
+
+def ceiling(record: dict[str, Any], name: str) -> float:
+    """The larger of the readings of "copy", bytes a second, or "matmul", operations a second."""
+    return float(max(reading[name] for reading in record["ceilings"]))
+
+
+def share(record: dict[str, Any], case: dict[str, Any], us: float) -> tuple[float, str]:
+    """(share of the nearer ceiling, which it is): the floor of the case over its time."""
+    floors = {
+        "copy": (case["bytes_read"] + case["bytes_written"]) / ceiling(record, "copy"),
+        "matmul": case["flop"] / ceiling(record, "matmul"),
+    }
+    bound = max(floors, key=lambda name: floors[name])
+    return floors[bound] / (us * 1e-6), bound
+
+
+def name_of(entry: dict[str, Any]) -> str:
+    """A contestant as it is asked for: "backend" or "backend/variant"."""
+    return entry["backend"] if entry["variant"] == "default" else f"{entry['backend']}/{entry['variant']}"
+
+
+def base_of(case: dict[str, Any], base: str) -> dict[str, Any] | None:
+    """The contestant that ratios divide by: the one named, else the first that has a time."""
+    timed = [entry for entry in case["contestants"] if "us" in entry]
+    return next((entry for entry in timed if not base or name_of(entry) == base), None)
+
+
+def show(record: dict[str, Any], base: str = "") -> RenderableType:
+    """Machine and ceilings, then a table for each case."""
+    return Group(*_lines(record), *(_case(record, case, base) for case in record["cases"]))
+
+
+def _lines(record: dict[str, Any]) -> Iterator[Text]:
+    packages = ", ".join(f"{k} {v}" for k, v in record["machine"]["packages"].items())
+    yield Text(f"run {record['run'][:12]} on {record['machine']['name']}, {record['when']}")
+    yield Text(f"{packages}, Python {record['machine']['python']}")
+    yield Text(
+        f"ceilings: copy {ceiling(record, 'copy') / 1e9:,.0f} GB/s, bfloat16 product "
+        f"{ceiling(record, 'matmul') / 1e12:,.1f} TFLOP/s"
+    )
+
+
+def _case(record: dict[str, Any], case: dict[str, Any], base: str) -> RenderableType:
+    amount = case["bytes_read"] + case["bytes_written"]
+    title = (
+        f"\n{case['label']}: {case['flop'] / 1e9:,.1f} GFLOP, {amount / 1e6:,.1f} MB, {case['copies']} copies"
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("contestant", no_wrap=True)
+    for column in ("µs", "10-90 %", "ratio", "TFLOP/s", "GB/s", "of ceiling", "MHz"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    divisor = base_of(case, base)
+    notes = []
+    for entry in case["contestants"]:
+        if "us" not in entry:
+            table.add_row(name_of(entry), *[""] * 7, entry["status"])
+            notes.append(Text(f"  {name_of(entry)}: {entry['status']}: {entry['detail']}"))
+            continue
+        us = entry["us"]
+        part, bound = share(record, case, us)
+        table.add_row(
+            name_of(entry) + ("" if entry["how"] == "graph" else " *"),
+            f"{us:,.1f}",
+            f"{entry['us_p10']:,.1f}-{entry['us_p90']:,.1f}",
+            f"{us / divisor['us']:.3f}" if divisor else "-",
+            f"{case['flop'] / us / 1e6:,.1f}",
+            f"{amount / us / 1e3:,.0f}",
+            f"{part:.1%} {bound}",
+            str(entry.get("mhz", "-")),
+            f"{entry['status']} {entry['error_over_bound']:.2f}",
+        )
+    plain = {
+        entry["why_no_graph"] for entry in case["contestants"] if "us" in entry and entry["how"] != "graph"
+    }
+    notes += [Text(f"  * plain calls, the host's time included: {why}") for why in sorted(plain)]
+    if divisor:
+        notes.append(Text(f"  ratio: time over that of {name_of(divisor)}, below 1 is faster"))
+    return Group(Text(title), table, *notes)
+
+
+def side_by_side(records: Sequence[dict[str, Any]]) -> RenderableType:
+    """Medians of several runs, a column each, and no ratio of any two."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    table.add_column("contestant", no_wrap=True)
+    for record in records:
+        table.add_column(f"µs, run {record['run'][:12]}", justify="right", no_wrap=True)
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for record in records:
+        for case in record["cases"]:
+            for entry in case["contestants"]:
+                if "us" in entry:
+                    key = (case["label"], name_of(entry))
+                    times.setdefault(key, {})[record["run"]] = entry["us"]
+    for (case_label, name), by_run in times.items():
+        cells = [f"{by_run[r['run']]:,.1f}" if r["run"] in by_run else "-" for r in records]
+        table.add_row(case_label, name, *cells)
+    return Group(table, Text(NO_RATIO))
+
+
+def outcome(record: dict[str, Any]) -> tuple[int, int]:
+    """(contestants that were timed, contestants that were wrong or raised)."""
+    entries = [entry for case in record["cases"] for entry in case["contestants"]]
+    return sum("us" in e and e["status"] == PASS for e in entries), sum(
+        e["status"] in BROKEN for e in entries
+    )
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Shares of the nearer ceiling, a bar a contestant, with the 10th to 90th percentile.
+
+    Raises: ValueError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a plot needs matplotlib: pip install 'mla-verify[report]'") from None
+    cases = [case for case in record["cases"] if any("us" in entry for entry in case["contestants"])]
+    names = list(dict.fromkeys(name_of(e) for case in cases for e in case["contestants"] if "us" in e))
+    figure = Figure(figsize=(max(6.0, 1.1 * len(cases) + 2.0), 4.5), layout="constrained")
+    axes = figure.subplots()
+    step = 0.8 / max(len(names), 1)
+    for i, name in enumerate(names):
+        found = [
+            (at, entry, case)
+            for at, case in enumerate(cases)
+            for entry in case["contestants"]
+            if "us" in entry and name_of(entry) == name
+        ]
+        heights = [100.0 * share(record, case, entry["us"])[0] for _, entry, case in found]
+        ends = [
+            (
+                100.0 * share(record, case, entry["us_p90"])[0],
+                100.0 * share(record, case, entry["us_p10"])[0],
+            )
+            for _, entry, case in found
+        ]
+        errors = [
+            [max(h - low, 0.0) for h, (low, _) in zip(heights, ends, strict=True)],
+            [max(high - h, 0.0) for h, (_, high) in zip(heights, ends, strict=True)],
+        ]
+        axes.bar([at + (i + 0.5) * step - 0.4 for at, _, _ in found], heights, step, yerr=errors, label=name)
+    axes.set_xticks(range(len(cases)), [case["label"].replace(" ", "\n") for case in cases], fontsize=7)
+    axes.set_ylabel("% of the nearer ceiling of the same run")
+    axes.set_title(f"{record['machine']['name']}, run {record['run'][:12]}", fontsize=9)
+    axes.legend(fontsize=7)
+    figure.savefig(path)

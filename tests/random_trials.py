@@ -1,4 +1,4 @@
-"""Random small cases and random right kernels: everything that a bound has to hold for."""
+"""Random right kernels: everything that a bound has to hold for."""
 
 import random
 from dataclasses import replace
@@ -6,42 +6,8 @@ from dataclasses import replace
 from simulated_kernel import Schedule, simulated
 
 from mla_ref.backend import Backend
-from mla_ref.case import DTYPES, Case
-from mla_ref.config import MLAConfig
-from mla_ref.formats import cache_format, formats
 from mla_ref.numerics import Numerics
-from mla_ref.values import REGIMES
 from oracles.verify import backends
-
-LENGTHS = (0, 1, 2, 5, 15, 16, 17, 33, 64, 65, 130, 300)
-
-
-def random_case(draw: random.Random, problem: str) -> Case:
-    config = MLAConfig(
-        name="random",
-        hidden_size=32,
-        num_heads=draw.choice((1, 2, 4)),
-        q_lora_rank=None,
-        kv_lora_rank=draw.choice((16, 32, 128)),
-        qk_nope_head_dim=draw.choice((8, 16, 32)),
-        qk_rope_head_dim=draw.choice((4, 8, 16)),
-        v_head_dim=draw.choice((8, 16)),
-    )
-    widths = config.kv_lora_rank, config.qk_rope_head_dim
-    fits = [name for name in formats() if not cache_format(name).why_not_dims(*widths)]
-    requests = draw.randrange(1, 4)
-    return Case(
-        problem=problem,
-        config=config,
-        q_lens=tuple(draw.choice((0, 1, 1, 2, 3, 7)) for _ in range(requests)),
-        kv_lens=tuple(draw.choice(LENGTHS) for _ in range(requests)),
-        dtype=draw.choice(DTYPES),
-        cache_format=draw.choice(fits),
-        block_size=draw.choice((1, 4, 16, 64)),
-        regime=draw.choice(tuple(REGIMES)),
-        kv_scale=draw.choice((1.0, 0.5, 0.037)),
-        seed=draw.randrange(2**31),
-    )
 
 
 def random_kernel(draw: random.Random, problem: str) -> Backend:

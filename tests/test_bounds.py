@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from random_trials import random_case, random_kernel
+from random_trials import random_kernel
 from simulated_kernel import Schedule, simulated
 
 from mla_ref.case import Case
@@ -29,6 +29,7 @@ from oracles.bounds import (
     rms_norm,
     spacing,
 )
+from oracles.coverage import draw
 from oracles.mutants import LATENT
 from oracles.verdict import PASS
 from oracles.verify import judge
@@ -125,11 +126,11 @@ def test_a_layers_steps_stay_inside_their_balls():
     assert norm.radius.le(2.0**-14 * norm.mid.abs() + 2.0**-100).all()
 
 
-def rejected(count: int, seed: str) -> list[str]:
-    draw, failures = random.Random(seed), []
-    for _ in range(count):
-        name = draw.choice(("latent_attention", "attention"))
-        case, backend = random_case(draw, name), random_kernel(draw, name)
+def rejected(count: int, seed: int) -> list[str]:
+    draws, failures = random.Random(seed), []
+    for i in range(count):
+        name = draws.choice(("latent_attention", "attention"))
+        case, backend = draw(name, seed, i), random_kernel(draws, name)
         for verdict in judge(backend, case, oracles=("value", "lse", "empty_rows")):
             if verdict.status != PASS:
                 failures.append(f"{verdict.detail} {backend.name} {backend.numerics} {case.to_json()}")
@@ -137,12 +138,12 @@ def rejected(count: int, seed: str) -> list[str]:
 
 
 def test_no_right_kernel_is_rejected():
-    assert rejected(60, "fast") == []
+    assert rejected(60, 1) == []
 
 
 @pytest.mark.slow
 def test_no_right_kernel_is_rejected_in_ten_thousand_cases():
-    assert rejected(int(os.environ.get("MLA_VERIFY_CASES", "10000")), "slow") == []
+    assert rejected(int(os.environ.get("MLA_VERIFY_CASES", "10000")), 2) == []
 
 
 def uncovered(got: torch.Tensor, want: Admissible) -> float:

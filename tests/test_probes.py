@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_trials import random_case, random_kernel
+from random_trials import random_kernel
 
 from mla_ref.backend import Backend
 from mla_ref.case import Case
@@ -14,6 +14,7 @@ from mla_ref.formats import formats
 from mla_ref.latent import BACKEND as LATENT_BACKEND
 from mla_ref.problem import AttentionOutput, problem
 from oracles.bounds import Admissible, merge_of
+from oracles.coverage import draw
 from oracles.matrix import OF_ONE_RUN
 from oracles.mutants import LATENT, MERGE, mutants
 from oracles.oracle import rules
@@ -49,17 +50,17 @@ CPU = "cpu"
 @pytest.mark.parametrize("name", AGAIN)
 def test_right_kernels_raise_no_alarm(name, seed):
     """Whatever they round, split, pair or walk backwards."""
-    draw, rule = random.Random(seed), rules()[name]
-    for _ in range(12):
-        contract = draw.choice(rule.problems)
-        case = random_case(draw, contract)
+    draws, rule = random.Random(seed), rules()[name]
+    for i in range(12):
+        contract = draws.choice(rule.problems)
+        case = draw(contract, seed, i)
         if contract in ("latent_attention", "attention"):
-            backend = random_kernel(draw, contract)
+            backend = random_kernel(draws, contract)
         else:
             right = [
                 b for b in backends().values() if b.problem == contract and b.name.startswith("mla_ref.")
             ]
-            backend = draw.choice(right)
+            backend = draws.choice(right)
         bad = [v for v in judge(backend, case, oracles=[name]) if v.status not in (PASS, UNSUPPORTED)]
         assert bad == [], bad[0].detail
 

@@ -103,6 +103,8 @@ def latent_spec(
 #   joined:  each head's nope and rope channels are first concatenated into keys.
 #   padded:  and its values padded to the width of the keys, for kernels with one width; the up-projection's
 #            output is dead by then.
+#   fused:   as direct, with queries read where they are, and each chunk merged into the running state by the
+#            kernel that attends to it.
 PREFILLS: dict[str, tuple[tuple[str, ...], ...]] = {
     "profile": (("workspace", "kv_b output", "hidden states"),),
     "direct": (("workspace", "kv_b output", "queries", "running state", "chunk's state"),),
@@ -111,6 +113,7 @@ PREFILLS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("workspace", "kv_b output", "joined keys", "padded values", "queries", "running state"),
         ("workspace", "joined keys", "padded values", "queries", "running state", "chunk's state"),
     ),
+    "fused": (("workspace", "kv_b output", "running state"),),
 }
 
 

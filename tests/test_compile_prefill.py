@@ -1,0 +1,38 @@
+"""The Hopper prefill kernel compiles without a GPU: it fits, loops touch no local memory, products overlap."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_BYTES = 232_448  # that one program may have
+
+# Widths of nope, rope and value, type; and the tensor-core instructions of a block in one consumer: one for
+# every 16 channels of the scores, and every 16 of the 128 keys.
+DEFAULT = (128, 64, 128, "bf16")
+OTHERS = ((128, 64, 128, "fp16"), (64, 64, 128, "bf16"), (64, 32, 64, "bf16"))
+
+
+@pytest.mark.parametrize(
+    "row", [DEFAULT, *(pytest.param(row, marks=pytest.mark.slow) for row in OTHERS)], ids=str
+)
+def test_compiles(row: tuple[int, int, int, str], tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, Path(__file__).with_name("compiled_prefill_kernels.py"), *map(str, row)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    kernel = json.loads(run.stdout)
+    assert kernel["shared"] <= SHARED_BYTES
+    assert kernel["STACK"] == 0
+    assert kernel["complaints"] == []
+    assert len(kernel["loops"]) == 2
+    p, r = row[:2]
+    for loop in kernel["loops"]:
+        assert loop["products"] == (p + r) // 16 + 128 // 16
+        assert loop["local"] == 0
+        # 64 weights a thread and two factors, all made while the product with the last weights runs.
+        assert loop["overlapped"] == loop["exponentials"] == 66

@@ -28,10 +28,10 @@ from oracles.worker import (
     STEP,
     TIMED_OUT,
     Limits,
-    Message,
     Outcome,
     Pool,
     Replace,
+    Say,
     Task,
     one_line,
 )
@@ -144,33 +144,36 @@ class Part(NamedTuple):
         return [Verdict.on(self.job.case, plain) for plain in self.known]
 
 
-def judged(argument: Mapping[str, Any]) -> Iterator[Message]:
-    """In a worker: the verdicts on what is left of a job, each as soon as it is known."""
-    case = Case.from_json(json.dumps(argument["case"]))
-    fields = {name: argument[name] for name in Job._fields}
-    tuples = {name: tuple(fields[name]) for name in ("specs", "oracles", "only")}
-    turn = None if fields["turn"] is None else tuple(fields["turn"])
-    yield from judged_job(Job(**{**fields, **tuples, "case": case, "turn": turn}), argument["skip"])
+def judged(argument: Mapping[str, Any], say: Say) -> None:
+    """In a worker: the verdicts on what is left of a job, each as soon as it is known.
 
-
-def judged_job(job: Job, skip: int = 0) -> Iterator[Message]:
-    """Likewise. A device that can no longer be used is a crash of the claim under which that was found."""
+    A device that can no longer be used is a crash of the claim under which that was found.
+    """
+    job, skip = _job(argument), argument["skip"]
     for at, spec in enumerate(job.specs):
-        yield STEP, {"backend": at}
+        say(STEP, {"backend": at})
         backend = find_backend(spec)
         for trial, (name, oracles) in enumerate(trials(job, tuple(backend.variants))):
             if at == 0 and trial < skip:
                 continue
-            yield STEP, {"trial": trial, "variant": name or DEFAULT, "oracles": oracles}
+            say(STEP, {"trial": trial, "variant": name or DEFAULT, "oracles": oracles})
             for verdict in _claims(job, spec, backend, name, oracles):
                 lost = why_lost(job.device) if verdict.status == ERROR else None
                 if lost is not None:
-                    yield ITEM, replace(verdict, status=CRASH, detail=lost).without_case()
+                    say(ITEM, replace(verdict, status=CRASH, detail=lost).without_case())
                     raise Replace(lost)
-                yield ITEM, verdict.without_case()
+                say(ITEM, verdict.without_case())
             if (lost := why_lost(job.device)) is not None:
-                yield ITEM, _unusable(job, spec, name, lost).without_case()
+                say(ITEM, _unusable(job, spec, name, lost).without_case())
                 raise Replace(lost)
+
+
+def _job(argument: Mapping[str, Any]) -> Job:
+    case = Case.from_json(json.dumps(argument["case"]))
+    fields = {name: argument[name] for name in Job._fields}
+    tuples = {name: tuple(fields[name]) for name in ("specs", "oracles", "only")}
+    turn = None if fields["turn"] is None else tuple(fields["turn"])
+    return Job(**{**fields, **tuples, "case": case, "turn": turn})
 
 
 def _unusable(job: Job, spec: str, name: str, lost: str) -> Verdict:
@@ -207,7 +210,7 @@ def judges(workers: int, device: str, limits: Limits) -> Pool:
     return Pool(workers, limits, Task("oracles.pool:ready", argument), refuse=cpu)
 
 
-def ready(argument: Mapping[str, Any]) -> Iterator[Message]:
+def ready(argument: Mapping[str, Any], say: Say) -> None:
     """In a worker: load the judge and make the device's context, before any case's time is counted."""
     torch.set_num_threads(argument["threads"])
     use_device(argument["device"])
@@ -217,7 +220,6 @@ def ready(argument: Mapping[str, Any]) -> Iterator[Message]:
         why_lost(argument["device"])
     rules()
     problems()
-    yield from ()
 
 
 def problems_of(specs: Sequence[str], device: str, limits: Limits | None) -> dict[str, str]:
@@ -247,7 +249,7 @@ def problems_of(specs: Sequence[str], device: str, limits: Limits | None) -> dic
     return {spec: found[spec] for spec in specs}
 
 
-def described(spec: str) -> Iterator[Message]:
+def described(spec: str, say: Say) -> None:
     """In a worker: the problem that a backend implements."""
-    yield STEP, {}
-    yield ITEM, load(spec).problem
+    say(STEP, {})
+    say(ITEM, load(spec).problem)

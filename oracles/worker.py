@@ -2,7 +2,7 @@
 
 A worker is a fresh interpreter in a session of its own. Tasks and answers are lines of JSON on a socket that
 only the worker's loop knows; what a task prints goes elsewhere, and its end is kept for the message. A task
-names a function, "module:name", which is called with the task's argument and yields what it has to say.
+names a function, "module:name", which is called with the task's argument and with a way to say something.
 
 - Time is limited between two steps that a task announces.
 - Memory: on the CPU the system refuses addresses beyond the limit (RLIMIT_AS), so that an allocation raises
@@ -54,7 +54,8 @@ START = (
 )
 
 Message = tuple[str, Any]
-Handler = Callable[[Any], Iterator[Message]]
+Say = Callable[[str, Any], None]
+Handler = Callable[[Any, Say], None]
 
 
 class Task(NamedTuple):
@@ -102,8 +103,7 @@ def serve(descriptor: int, parent: int) -> None:
     for line in link.makefile("rb"):
         name, argument, memory = json.loads(line)
         try:
-            for kind, body in _handler(name)(argument):
-                say(kind, body)
+            _handler(name)(argument, say)
             if memory is not None:
                 _refuse_beyond(memory)
             say(DONE, "")
@@ -278,8 +278,11 @@ class Pool:
         crowd = crowds.get(worker.process.pid, [])
         if len(crowd) > MAX_PROCESSES:
             return CRASHED, f"started {len(crowd)} processes; the limit is {MAX_PROCESSES}"
-        limit = self._limits.memory
-        used = sum(map(_own_bytes, crowd)) if len(crowd) > 1 else _sizes(str(worker.process.pid))[1]
+        limit, used = self._limits.memory, 0
+        if len(crowd) > 1:
+            used = sum(map(_own_bytes, crowd))
+        elif self._refused is None:
+            used = _sizes(str(worker.process.pid))[1]
         if limit is not None and used > limit:
             return CRASHED, f"used {used / GIB:.2f} GiB of memory; the limit is {limit / GIB:g} GiB"
         return None

@@ -15,82 +15,82 @@ from oracles.worker import ITEM, STEP, Replace
 FOREVER = 1000.0
 
 
-def nothing(argument):
-    yield from ()
+def nothing(argument, say):
+    """Ready at once."""
 
 
-def echo(argument):
-    yield STEP, {}
-    yield ITEM, [argument, os.getpid()]
+def echo(argument, say):
+    say(STEP, {})
+    say(ITEM, [argument, os.getpid()])
 
 
-def segfault(argument):
-    yield STEP, {}
+def segfault(argument, say):
+    say(STEP, {})
     ctypes.string_at(0)
 
 
-def abort(argument):
-    yield STEP, {}
+def abort(argument, say):
+    say(STEP, {})
     os.write(2, b"free(): invalid pointer\n")
     os.abort()
 
 
-def hang(argument):
-    yield STEP, {}
+def hang(argument, say):
+    say(STEP, {})
     time.sleep(FOREVER)
 
 
-def hang_in_c(argument):
+def hang_in_c(argument, say):
     """With the interpreter's lock held, where no thread of Python runs."""
-    yield STEP, {}
+    say(STEP, {})
     ctypes.PyDLL(None).sleep(int(FOREVER))
 
 
-def deaf_hang(argument):
+def deaf_hang(argument, say):
     """Nothing but SIGKILL ends it."""
-    yield STEP, {}
+    say(STEP, {})
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     time.sleep(FOREVER)
 
 
-def exit_7(argument):
-    yield STEP, {}
+def exit_7(argument, say):
+    say(STEP, {})
     os._exit(7)
 
 
-def sys_exit(argument):
-    yield STEP, {}
+def sys_exit(argument, say):
+    say(STEP, {})
     sys.exit(0)
 
 
-def interrupted(argument):
-    yield STEP, {}
+def interrupted(argument, say):
+    say(STEP, {})
     raise KeyboardInterrupt
 
 
-def raising(argument):
-    yield STEP, {}
+def raising(argument, say):
+    say(STEP, {})
     raise LookupError("lost\nand more")
 
 
-def replace(argument):
-    yield STEP, {}
-    yield ITEM, "said before"
+def replace(argument, say):
+    say(STEP, {})
+    say(ITEM, "said before")
     raise Replace("spoilt")
 
 
-def allocate(argument):
+def allocate(argument, say):
     """More and more, every page of it touched."""
-    yield STEP, {}
+    say(STEP, {})
     kept = []
     while True:
         kept.append(bytearray(b"x") * (1 << 24))
 
 
-def allocate_in_children(argument):
+def allocate_in_children(argument, say):
     """Each below the limit, all of them above."""
-    yield STEP, {}
+    say(STEP, {})
     for _ in range(3):
         if os.fork() == 0:
             kept = bytearray(b"x") * int(argument)
@@ -98,31 +98,31 @@ def allocate_in_children(argument):
     time.sleep(FOREVER)
 
 
-def print_garbage(argument):
-    yield STEP, {}
+def print_garbage(argument, say):
+    say(STEP, {})
     sys.stdout.write('["done", ""]\n["item", 1]\n')
     sys.stdout.flush()
     os.write(1, b'\xff\xfe\x00["item", "forged"]')
     os.write(2, b"a line that does not end")
-    yield ITEM, argument
+    say(ITEM, argument)
 
 
-def print_much(argument):
-    yield STEP, {}
+def print_much(argument, say):
+    say(STEP, {})
     for _ in range(200):
         os.write(1, b"y" * 65536)
-    yield ITEM, argument
+    say(ITEM, argument)
 
 
-def close_everything(argument):
-    yield STEP, {}
+def close_everything(argument, say):
+    say(STEP, {})
     os.closerange(3, 256)
     time.sleep(FOREVER)
 
 
-def forge(argument):
+def forge(argument, say):
     """Write on every descriptor there is."""
-    yield STEP, {}
+    say(STEP, {})
     for descriptor in range(3, 256):
         try:
             os.write(descriptor, b"certainly\n")
@@ -131,16 +131,16 @@ def forge(argument):
     time.sleep(FOREVER)
 
 
-def fork_back(argument):
+def fork_back(argument, say):
     """The child returns into the judge's loop, as if it were the worker."""
-    yield STEP, {}
+    say(STEP, {})
     os.fork()
-    yield ITEM, argument
+    say(ITEM, argument)
 
 
-def leave_children(argument):
+def leave_children(argument, say):
     """In our session and out of it; each keeps the connection and the output open."""
-    yield STEP, {}
+    say(STEP, {})
     children = []
     for new_session in (False, True):
         child = subprocess.Popen(["sleep", str(FOREVER)], start_new_session=new_session, close_fds=False)
@@ -154,58 +154,56 @@ def leave_children(argument):
     os.waitpid(daemon, 0)
     while not Path(argument).exists() or not Path(argument).read_text(encoding="ascii"):
         time.sleep(0.01)
-    yield ITEM, [*children, int(Path(argument).read_text(encoding="ascii"))]
+    say(ITEM, [*children, int(Path(argument).read_text(encoding="ascii"))])
 
 
-def fork_bomb(argument):
+def fork_bomb(argument, say):
     """Children without end; more than any sane task has."""
-    yield STEP, {}
+    say(STEP, {})
     for _ in range(int(argument)):
         if not os.fork():
             time.sleep(FOREVER)
     time.sleep(FOREVER)
 
 
-def die_later(argument):
+def die_later(argument, say):
     """Its task ends well; what it left running kills the process a little later."""
-    yield STEP, {}
+    say(STEP, {})
 
     def kill():
         time.sleep(0.2)
         os._exit(9)
 
     threading.Thread(target=kill).start()
-    yield ITEM, argument
+    say(ITEM, argument)
 
 
-def slow_start(argument):
+def slow_start(argument, say):
     time.sleep(0.5)
-    yield STEP, {}
-    yield ITEM, argument
+    say(STEP, {})
+    say(ITEM, argument)
 
 
-def exit_at_once(argument):
+def exit_at_once(argument, say):
     os._exit(5)
-    yield from ()
 
 
-def steps(argument):
+def steps(argument, say):
     """Longer than the time of a step in all, each step shorter."""
     for _ in range(4):
-        yield STEP, {}
+        say(STEP, {})
         time.sleep(argument)
-    yield ITEM, "in time"
+    say(ITEM, "in time")
 
 
-def leak(argument):
-    yield STEP, {}
+def leak(argument, say):
+    say(STEP, {})
     globals().setdefault("_kept", []).append(mmap.mmap(-1, int(argument)))
     globals()["_kept"][-1].write(b"x" * int(argument))
-    yield ITEM, os.getpid()
+    say(ITEM, os.getpid())
 
 
-def never_ready(argument):
+def never_ready(argument, say):
     sys.stderr.write("no such library\n")
     sys.stderr.flush()
     os._exit(3)
-    yield from ()

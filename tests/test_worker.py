@@ -138,7 +138,7 @@ def test_memory_of_a_worker_and_its_children_is_watched_where_it_is_not_refused(
 
 def test_a_worker_that_has_grown_is_replaced_between_tasks():
     """So that no case is blamed for what those before it have kept."""
-    found = outcomes([("leak", 80 * MIB)] * 5)
+    found = outcomes([("leak", 48 * MIB)] * 5)
     assert [outcome.end for outcome in found] == [DONE] * 5
     assert len({said(outcome)[0] for outcome in found}) >= 2
 

@@ -1,7 +1,7 @@
 """Compiles what ``mla_fast.gluon_prefill`` would launch on a Hopper GPU, without one.
 
 ``compiled_prefill_kernels.py 128 64 128 bf16``: nope, rope and value widths, type. One line of JSON, through
-the launcher itself: what the kernel takes, and for its hot loops what stands between products and their waits.
+the launcher itself: what the kernel takes, and for its hot loops what stands between products and waits.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The Hopper prefill kernel compiles without a GPU: it fits, loops touch no local memory, products overlap."""
+"""The Hopper prefill kernel compiles without a GPU: it fits, loops use no local memory, products overlap."""
 
 import json
 import os

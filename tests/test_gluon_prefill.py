@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import gluon_emulator
 import numpy as np
 import pytest
 from gluon_emulator import Emulated, array
@@ -125,5 +126,7 @@ def test_planted_bugs_show(bug: str, seed: int, monkeypatch: pytest.MonkeyPatch,
     planted = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(planted)
     emulate(monkeypatch, planted)
-    statuses = {verdict.status for verdict in judge(BACKEND, case(name, seed), oracles=("value", "lse"))}
+    monkeypatch.setattr(gluon_emulator, "TIMEOUT", 2.0)  # who does not wait for a copy never sees it land
+    backend = replace(BACKEND, variants={"thirds": BACKEND.variants["thirds"]})
+    statuses = {verdict.status for verdict in judge(backend, case(name, seed), oracles=("value",))}
     assert statuses & {FAIL, ERROR}

@@ -1,0 +1,76 @@
+"""``mla-verify mutants``: which oracle kills which mutant, how soon, and what other projects' rules see."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from oracles.field import RULES
+from oracles.kill_matrix import Killed, every_mutant, matching, measure, to_json
+from oracles.oracle import rules
+from oracles.source_mutants import why_not
+from oracles.verify import use_device
+
+Names = list[str] | None
+
+
+def mutants(
+    name: Annotated[Names, typer.Option("--mutant", help="Only this mutant; repeatable.")] = None,
+    problem: Annotated[Names, typer.Option(help="Only mutants of this problem; repeatable.")] = None,
+    oracle: Annotated[Names, typer.Option(help="Only by this oracle; repeatable.")] = None,
+    cases: Annotated[int, typer.Option(min=1, help="Cases that each mutant is tried on.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole matrix as JSON.")] = False,
+) -> int:
+    """Try every mutant on its own case and on others: what kills it, after how many cases, in what time.
+
+    Exit codes: 0 every mutant was killed; 1 one survived all its cases; 2 usage.
+    """
+    use_device("cpu")
+    try:
+        found = matching(every_mutant(), name, problem, oracle)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console = Console(stderr=True)
+    shown = track(found, "mutants", console=console, disable=not console.is_terminal, transient=True)
+    rows = [
+        measure(mutant.name, mutant.case.problem, cases, _judging(mutant.case.problem, oracle))
+        for mutant in shown
+    ]
+    if as_json:
+        sys.stdout.write(to_json(rows))
+    else:
+        _print(rows, Console())
+    return int(any(not row.killed for row in rows))
+
+
+def _judging(of: str, names: Names) -> list[str] | None:
+    return names and [name for name in names if not rules()[name].problems or of in rules()[name].problems]
+
+
+def _print(rows: Sequence[Killed], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="")
+    for title in ("mutant", "problem", "cases", "to kill, 95 %", "quickest", "beyond values", *RULES):
+        table.add_column(title, no_wrap=title != "beyond values")
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table, soft_wrap=True)
+    survivors = [f"{row.mutant} of {row.problem}" for row in rows if not row.killed]
+    console.print(
+        f"{len(rows)} mutants, {len(survivors)} survived{': ' if survivors else ''}{', '.join(survivors)}"
+    )
+    if reason := why_not():
+        console.print(f"edited kernels were not tried: {reason}")
+
+
+def cells(row: Killed) -> tuple[str, ...]:
+    """A row of the printed matrix: counts are of cases."""
+    median, most = row.cases_to_kill(0.5), row.cases_to_kill(0.95)
+    quickest = f"{row.quickest[0]} {row.quickest[1]:.3f} s" if row.quickest else "-"
+    beyond = ", ".join(f"{name} {row.by[name]}" for name in row.beyond_values) or "-"
+    field = (str(row.field[name]) if name in row.field else "" for name in RULES)
+    needed = f"{median}, {most}" if median else "never"
+    return row.mutant, row.problem, f"{row.killed}/{row.cases}", needed, quickest, beyond, *field

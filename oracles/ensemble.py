@@ -55,7 +55,9 @@ def readings(
     sums: dict[str, _Stacked] = {}
     count = sum(sample.out.numel() for sample in found)
     for number, sample in enumerate(found):
-        for name, part in _statistics(sample, of(got, sample), numerics, query, f"{seed}/{number}").items():
+        members = torch.stack(list(_members(sample, numerics, query, f"{seed}/{number}")))
+        roundoff = number_format(numerics.p, query).roundoff
+        for name, part in _statistics(sample, of(got, sample), members, roundoff).items():
             before = sums.get(name)
             sums[name] = part if before is None else _Stacked(*map(torch.add, before, part))
     reach = student(SUSPICION / (2 * len(sums)), MEMBERS - 1) * math.sqrt(1.0 + 1.0 / MEMBERS)
@@ -71,11 +73,11 @@ def readings(
 
 
 def _statistics(
-    sample: Sample, got: torch.Tensor, numerics: Numerics, query: torch.dtype, seed: str
+    sample: Sample, got: torch.Tensor, members: torch.Tensor, roundoff: float
 ) -> dict[str, _Stacked]:
-    white, roundoff = whitening(sample), number_format(numerics.p, query).roundoff
-    errors = torch.stack([x - sample.out for x in _members(sample, numerics, query, seed)])
-    error = got - sample.out
+    """Sums over the rows of one sample. members: [m n v]."""
+    white = whitening(sample)
+    error, errors = got - sample.out, members - sample.out
     apart = sure_apart(sample, roundoff) / white
     parts = {
         "roughness": _Stacked(

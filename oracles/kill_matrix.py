@@ -25,8 +25,8 @@ from oracles.source_mutants import EDITS, LAUNCHERS, source_mutants, why_not
 from oracles.verdict import PASS
 from oracles.verify import find_backend, judge
 
-# A mutant that nothing else kills is seen by its values alone.
-PLAIN = ("value", "lse", "likely")
+# These compare with the truth, element by element; a mutant that nothing else kills is seen by them alone.
+PLAIN = ("value", "lse", "likely", "head_order")
 
 RECORD = Path(__file__).parents[1] / "docs" / "results" / "mutants.json"
 

@@ -9,7 +9,7 @@ from oracles.source_mutants import DECODE, EDITS, edited_source, why_not
 from oracles.verdict import FAIL, PASS
 from oracles.verify import find_backend, judge
 
-PLAIN = ("value", "lse", "likely")
+PLAIN = ("value", "lse", "likely", "head_order")
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 

@@ -1,0 +1,185 @@
+"""Likely radii, directions and statistics: right kernels pass, inputs made to break independence included."""
+
+import math
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from random_trials import random_kernel
+from simulated_kernel import Schedule, simulated
+
+from mla_ref.backend import Backend
+from mla_ref.numerics import Numerics
+from mla_ref.problem import problem
+from oracles import ensemble
+from oracles.bounds import ADMISSIBLE, Admissible
+from oracles.compare import within
+from oracles.coverage import draw
+from oracles.directions import filters, lengths, samples
+from oracles.likely import FALSE_ALARM, cells, claimed, deviations, elements, squares
+from oracles.mutants import LATENT
+from oracles.precision_mutants import LONG, MANY, NUMERICS, kernel, precision_mutants
+from oracles.verdict import FAIL, PASS
+from oracles.verify import judge
+
+CPU = torch.device("cpu")
+RULES = ("likely", "row_norm", "matched_filters", "statistics")
+
+
+def rejected(count: int, seed: int) -> list[str]:
+    """Right kernels with narrow weights that a rule rejects; ``count`` of them are tried."""
+    draws, failures, index, tried = random.Random(seed), [], 0, 0
+    while tried < count:
+        name = draws.choice(("latent_attention", "latent_attention", "attention"))
+        case, backend = draw(name, seed, index), random_kernel(draws, name)
+        index += 1
+        if not claimed(backend.numerics, getattr(torch, case.dtype)):
+            continue
+        tried += 1
+        for verdict in judge(backend, case, oracles=RULES):
+            if verdict.status != PASS:
+                failures.append(f"{verdict.detail} {backend.numerics} {case.to_json()}")
+    return failures
+
+
+def test_no_right_kernel_is_rejected():
+    assert rejected(40, 3) == []
+
+
+@pytest.mark.slow
+def test_no_right_kernel_is_rejected_in_ten_thousand_cases():
+    assert rejected(int(os.environ.get("MLA_VERIFY_CASES", "10000")), 4) == []
+
+
+def certain_and_likely(case, numerics) -> tuple[dict[str, Admissible], dict[str, Admissible]]:
+    inputs = problem(case.problem).materialize(case, CPU)
+    certain = ADMISSIBLE[case.problem](inputs, numerics)
+    return certain, elements(inputs, numerics, certain)
+
+
+@pytest.mark.parametrize("regime", ["plain", "small", "flat", "ties", "huge", "outlier"])
+def test_likely_is_never_wider_than_certain(regime):
+    for numerics in (NUMERICS, replace(NUMERICS, sum_rounded_p=None), replace(NUMERICS, sum_rounded_p=True)):
+        certain, likely = certain_and_likely(replace(MANY, regime=regime), numerics)
+        for name in ("out", "lse"):
+            assert (likely[name].radius <= certain[name].radius).all()
+            assert torch.equal(likely[name].mid, certain[name].mid)
+
+
+def test_likely_is_several_times_sharper_over_many_keys():
+    certain, likely = certain_and_likely(LONG, NUMERICS)
+    assert (certain["out"].radius / likely["out"].radius).median() > 2.0
+    # In flat rows most weights share a cell, and their sum errs by all of a roundoff; elsewhere it does not.
+    spread, summed = replace(LONG, regime="plain"), replace(NUMERICS, sum_rounded_p=True)
+    certain, likely = certain_and_likely(spread, summed)
+    assert (certain["lse"].radius / likely["lse"].radius).median() > 1.5
+
+
+def test_nothing_is_claimed_where_weights_are_not_rounded():
+    certain, likely = certain_and_likely(MANY, Numerics())
+    assert likely == certain
+    assert not claimed(Numerics(p="bfloat16", accumulate="bfloat16"), torch.bfloat16)
+
+
+def test_the_scale_is_that_of_the_false_alarm_rate():
+    """2 N exp(-λ²/2) is the rate."""
+    for checks in (1, 1000, 10**7):
+        assert round(math.log(2 * checks / FALSE_ALARM) - deviations(checks) ** 2 / 2, 9) == 0.0
+
+
+def test_weights_that_agree_share_a_cell():
+    scores = torch.tensor([[0.0, 0.0, 1e-5, -1.0, -torch.inf]]).double()
+    found = cells(scores, 2.0**-8)
+    assert found.key.tolist() == [0, 1, 2]
+    assert found.cell.tolist() == [0, 0, 0]
+    assert found.distinct.tolist() == [2]
+    terms = torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.0]]).double()
+    assert squares(terms, found).tolist() == [36.0 + 16.0]
+    # Terms that cancel in a cell are still independent errors if the cell is none.
+    terms = torch.tensor([[1.0, -1.0, 0.0, 4.0, 0.0]]).double()
+    assert squares(terms, found).tolist() == [2.0 + 16.0]
+
+
+def adversarial(offsets: list[float]) -> tuple[object, object]:
+    """300 keys in two groups: weights round up in one, down in the other, where values have another sign."""
+    case = replace(
+        LATENT, config=replace(LATENT.config, num_heads=1), q_lens=(1,), kv_lens=(301,),
+        dtype="float32", cache_format="fp32", block_size=512,
+    )  # fmt: skip
+    inputs = problem("latent_attention").materialize(case, CPU)
+    c, r = case.config.kv_lora_rank, case.config.qk_rope_head_dim
+    block = int(inputs.block_table[0, 0])
+    draw = random.Random(3)
+    for j in range(301):
+        entry = torch.zeros(c + r)
+        up = j % 2 == 0
+        entry[:c] = torch.tensor([1.0 if up else -1.0]) * torch.tensor(
+            [0.5 + draw.random() for _ in range(c)]
+        )
+        weight = offsets[0] if up else offsets[1]
+        entry[c] = 0.0 if j == 300 else math.log(weight * (1 + 1e-4 * draw.random())) / inputs.softmax_scale
+        inputs.kv_cache[block, j] = entry
+    query = torch.zeros_like(inputs.ql_nope)
+    q_pe = torch.zeros_like(inputs.q_pe)
+    q_pe[..., 0] = 1.0
+    return case, inputs._replace(ql_nope=query, q_pe=q_pe)
+
+
+@pytest.mark.parametrize("tile", [16, 64, 512])
+def test_weights_made_to_round_together_are_admitted(tile):
+    """Just above and just below the middle of two neighbours: every error has the worst sign."""
+    middle = (1.0 + 2.0**-8) / 2.0
+    _, inputs = adversarial([middle * (1 + 3e-4), middle * (1 - 4e-4)])
+    backend = simulated("latent_attention", Numerics(p="bfloat16", sum_rounded_p=False), Schedule(tile=tile))
+    certain = ADMISSIBLE["latent_attention"](inputs, backend.numerics)
+    likely = elements(inputs, backend.numerics, certain)
+    output = backend.fn(*inputs)
+    for name in ("out", "lse"):
+        finding = within(name, getattr(output, name), likely[name])
+        assert finding.ok, finding.detail
+    found = samples(inputs, backend.numerics, certain, likely)
+    if found:
+        readings = filters(found, output.out, backend.numerics, torch.float32)
+        readings.append(lengths(found, output.out, backend.numerics, torch.float32))
+        assert max(reading.ratio for reading in readings) <= 1.0
+
+
+def test_independence_alone_would_reject_them():
+    """The audit is what admits them: without it the error is beyond Hoeffding's scale."""
+    middle = (1.0 + 2.0**-8) / 2.0
+    _, inputs = adversarial([middle * (1 + 3e-4), middle * (1 - 4e-4)])
+    backend = simulated("latent_attention", Numerics(p="bfloat16", sum_rounded_p=False), Schedule(tile=512))
+    certain = ADMISSIBLE["latent_attention"](inputs, backend.numerics)["out"]
+    error = (backend.fn(*inputs).out.double() - certain.mid).abs().max()
+    weights = 1.0 / 300.0
+    scale = deviations(certain.mid.numel()) * 2.0**-8 * math.sqrt(300) * weights
+    assert error > scale / 2.0
+
+
+def test_students_t_is_that_of_the_tables():
+    assert round(ensemble.student(0.025, 10), 3) == 2.228
+    assert round(ensemble.student(0.0005, 30), 3) == 3.646
+
+
+def test_a_suspicion_that_does_not_come_back_is_no_verdict():
+    """Wrong on the first inputs alone: three right replays clear it; wrong on all, it fails."""
+    case, wrong = precision_mutants()["accumulator_in_bf16_over_many_keys"]
+    contract = problem("latent_attention")
+    seen: list[torch.Tensor] = []
+
+    def once(*args):
+        inputs = contract.inputs(*args)
+        seen.append(inputs.ql_nope)
+        return (wrong if torch.equal(seen[0], inputs.ql_nope) else kernel())(inputs)
+
+    for fn, status in ((once, PASS), (lambda *args: wrong(contract.inputs(*args)), FAIL)):
+        (verdict,) = judge(Backend("once", "latent_attention", fn, NUMERICS), case, oracles=["statistics"])
+        assert verdict.status == status, verdict.detail
+    assert len(seen) > 1
+
+
+def test_replays_are_the_same_every_time_and_not_the_case_itself():
+    assert ensemble.replays(MANY) == ensemble.replays(MANY)
+    assert len({MANY.seed, *ensemble.replays(MANY)}) == 1 + ensemble.REPLAYS

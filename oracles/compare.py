@@ -2,25 +2,15 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from oracles.bounds import Admissible, spacing
+from oracles.locate import WORDS, locate
 from oracles.verdict import Finding, Worst
-
-WORDS = {
-    "b": "request",
-    "h": "head",
-    "g": "key/value head",
-    "n": "block",
-    "k": "slot",
-    "m": "column",
-    "j": "key",
-    "e": "element",
-}
-
 
 # The letters of a tensor's axes, or a function that words an index.
 Where = str | Callable[[tuple[int, ...]], str]
@@ -123,7 +113,15 @@ def _finding(
         f"{name}: {num_bad} of {got.numel()} elements are not what they may be; worst at {worst.place}: "
         f"got {worst.got:.9g}, want {worst.want:.9g} ± {worst.bound:.3g} ({worst.ratio:.3g} × the bound)"
     )
-    return Finding(ok=False, detail=detail, worst=worst, num_bad=num_bad, num_checked=got.numel())
+    letters = where if isinstance(where, str) else ""
+    return Finding(
+        ok=False,
+        detail=detail,
+        worst=worst,
+        num_bad=num_bad,
+        num_checked=got.numel(),
+        pattern=partial(locate, name, letters, got, want, bound, inside, inputs),
+    )
 
 
 def place(letters: str, index: tuple[int, ...], inputs: Any) -> str:

@@ -1,8 +1,8 @@
 """What the judge says about one backend on one case."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mla_ref.case import Case
@@ -39,14 +39,40 @@ class Worst:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """Which elements of a tensor are bad: ``oracles.locate``.
+
+    where: one line in the problem's words. guess: what explains every one of them, or empty.
+    shares: percent of bad elements, in rows (of requests, say) and columns (of heads); 0 and 100 only where
+        it is none and all. row, column: what they are, in words; row_step, column_step: how many make a cell.
+    """
+
+    where: str
+    guess: str = ""
+    row: str = ""
+    column: str = ""
+    row_step: int = 1
+    column_step: int = 1
+    shares: tuple[tuple[int, ...], ...] = ()
+
+    def text(self) -> str:
+        """Both lines as one."""
+        return f"{self.where}; {self.guess}" if self.guess else self.where
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An oracle's answer. ``detail`` is one line; empty where the claim held."""
+    """An oracle's answer. ``detail`` is one line; empty where the claim held.
+
+    pattern: looks at all bad elements at once; not called before somebody wants to know.
+    """
 
     ok: bool
     detail: str = ""
     worst: Worst | None = None
     num_bad: int = 0
     num_checked: int = 0
+    pattern: Callable[[], Pattern] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +94,7 @@ class Verdict:
     num_bad: int = 0
     num_checked: int = 0
     seconds: float = 0.0
+    pattern: Pattern | None = None
 
     def to_json(self) -> str:
         """One line of JSON. Non-finite numbers are written as strings, so that any parser reads it."""
@@ -81,6 +108,7 @@ class Verdict:
         if self.worst is not None:
             worst = asdict(self.worst)
             data["worst"] = {k: str(v) if isinstance(v, float) else v for k, v in worst.items()}
+        data["pattern"] = None if self.pattern is None else asdict(self.pattern)
         return data
 
     @staticmethod
@@ -104,6 +132,9 @@ class Verdict:
                 worst = dict(data["worst"], index=tuple(data["worst"]["index"]))
                 worst |= {name: float(worst[name]) for name in ("got", "want", "bound", "ratio")}
                 data["worst"] = Worst(**worst)
+            if data.get("pattern") is not None:
+                shares = tuple(map(tuple, data["pattern"]["shares"]))
+                data["pattern"] = Pattern(**dict(data["pattern"], shares=shares))
             return Verdict(case=case, **data)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"verdict: {error}") from None

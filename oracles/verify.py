@@ -4,6 +4,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -202,8 +203,11 @@ def _check(trial: Trial, oracle: Oracle, variant: str, device: str) -> Verdict:
     except _Raised as error:
         status, finding = ERROR, Finding(ok=False, detail=str(error))
     seconds = time.perf_counter() - start
-    return _verdict(
-        status, trial.backend, variant, oracle, trial.case, device, finding.detail, finding, seconds
+    pattern = None if finding.ok or finding.pattern is None else finding.pattern()
+    detail = f"{finding.detail}. Bad: {pattern.text()}" if pattern else finding.detail
+    return replace(
+        _verdict(status, trial.backend, variant, oracle, trial.case, device, detail, finding, seconds),
+        pattern=pattern,
     )
 
 

@@ -258,9 +258,9 @@ def _times(ratio: float) -> str:
     return f"{ratio:.3g} × its bound" if math.isfinite(ratio) else "NaN or ∞ where none may be"
 
 
-def scales(geometry: Geometry, given: float) -> dict[str, float]:
+def scales(geometry: Geometry) -> dict[str, float]:
     """What a kernel might multiply its scores by."""
-    c, r, p = geometry.c, geometry.r, 128
+    c, r, p, given = geometry.c, geometry.r, 128, GIVEN_SCALE
     found = {
         GIVEN: given,
         "given · log2(e)": given * math.log2(math.e),
@@ -287,15 +287,19 @@ def fitted(
     *,
     orders: Sequence[str],
     alignments: Sequence[str],
-    given: float = GIVEN_SCALE,
+    scale: float | None = None,
 ) -> tuple[Fit | None, str]:
-    """Which order, scale and mask explain ``out``; ``found`` is (where, order, scale's name, scale, mask)."""
+    """Which order, scale and mask explain ``out``; ``found`` is (where, order, scale's name, scale, mask).
+
+    scale: the one that is known already.
+    """
     result = call(manner, inputs, "ask")
     (t, h, c), b = inputs.ql_nope.shape, len(inputs.cache_seqlens)
     fits = []
+    known = {n: value for n, value in scales(bench.geometry).items() if scale in (None, value)}
     wants = {
-        (name, alignment): predicted(inputs, scale, alignment)["out"]
-        for name, scale in scales(bench.geometry, given).items()
+        (name, alignment): predicted(inputs, value, alignment)["out"]
+        for name, value in known.items()
         for alignment in alignments
     }
     for at, tensor in tensors_in(result):
@@ -304,10 +308,9 @@ def fitted(
         for order in orders:
             out = ordered(tensor, order, (b, t // b, h), c)
             for (name, alignment), want in wants.items():
-                scale = scales(bench.geometry, given)[name]
                 mask = f"mask {alignment}" if len(alignments) > 1 else ""
                 words = (f"scale {name}", mask, f"order [{order} c]")
-                fits.append(compared(out, want, words, (at, order, name, scale, alignment)))
+                fits.append(compared(out, want, words, (at, order, name, known[name], alignment)))
     return verdict(fits)
 
 
@@ -398,19 +401,19 @@ def ask_mask(bench: Bench, manner: Manner) -> tuple[list[Answer], Manner]:
     every = (BOTTOM_RIGHT, TOP_LEFT, UNMASKED)
     question = "causal mask, q_len > 1"
     flag = f"{manner.spec.causal}=True: " if manner.spec.causal else ""
+    known = manner.fixed_scale or GIVEN_SCALE
     try:
-        fit, evidence = fitted(manner, bench, inputs, orders=tuple(ORDERS), alignments=every)
+        fit, evidence = fitted(manner, bench, inputs, orders=tuple(ORDERS), alignments=every, scale=known)
     except Refused as error:
         answer = Answer(question, f"{REFUSES} q_len > 1", str(error))
         return [answer], replace(manner, alignment=None)
     if fit is None:
         answer = Answer(question, "undetermined", evidence, known=False)
         return [answer], replace(manner, alignment=None)
-    _, order, name, _, alignment = fit.found
-    scale_stays = (name == GIVEN) == (manner.fixed_scale is None)
+    _, order, _, _, alignment = fit.found
     answers = [
         Answer(question, flag + alignment, evidence),
-        Answer("out", f"[{_axes(order, manner)} c]", "" if scale_stays else f"here the scale is {name}"),
+        Answer("out", f"[{_axes(order, manner)} c]"),
     ]
     manner = replace(manner, out_order=order, alignment=alignment)
     if alignment != BOTTOM_RIGHT and manner.spec.mask:
@@ -685,6 +688,10 @@ def ask_repeat(bench: Bench, manner: Manner) -> tuple[list[Answer], Manner]:
     runs = [call(manner, inputs) for _ in range(4)]
     same = all(_bits(first, run) for run in runs)
     answers = [Answer("deterministic", YES if same else NO, "5 runs of the same inputs, bit for bit")]
+    if not same:
+        reason = "the same call does not even repeat itself"
+        names = ("batch-invariant", "split-invariant")
+        return answers + [Answer(name, "undetermined", reason, known=False) for name in names], manner
     stop = int(inputs.cu_seqlens_q[1])
     alone = inputs._replace(
         ql_nope=inputs.ql_nope[:stop],
@@ -741,25 +748,32 @@ def ask_sizes(bench: Bench, manner: Manner) -> tuple[list[Answer], Manner]:
         here = replace(bench, geometry=geometry)
         return tried(manner, _plain_inputs(here, manner))[0] == YES
 
-    widths = [w for w in WIDTHS if right(g._replace(c=w[0], r=w[1]))]
-    blocks = [k for k in BLOCK_SIZES if manner.spec.contiguous or right(g._replace(block_size=k))]
-    types = [d for d in DTYPES if right(g._replace(dtype=d[0], cache_format=d[1]))]
-    heads = [n for n in HEADS if right(g._replace(heads=n))]
-    widths, heads = widths or [(g.c, g.r)], heads or [g.heads]
-    blocks, types = blocks or [g.block_size], types or [(g.dtype, g.cache_format)]
+    own = (g.c, g.r), g.block_size, (g.dtype, g.cache_format), g.heads
+    wanted = [_with(kind, one) for kind, one in zip((WIDTHS, BLOCK_SIZES, DTYPES, HEADS), own, strict=True)]
+    widths = [w for w in wanted[0] if right(g._replace(c=w[0], r=w[1]))]
+    blocks = [k for k in wanted[1] if manner.spec.contiguous or right(g._replace(block_size=k))]
+    types = [d for d in wanted[2] if right(g._replace(dtype=d[0], cache_format=d[1]))]
+    heads = [n for n in wanted[3] if right(g._replace(heads=n))]
     answers = [
-        Answer("widths c+r", ", ".join(f"{c}+{r}" for c, r in widths), f"of {len(WIDTHS)} tried"),
-        Answer("block sizes", ", ".join(map(str, blocks)), f"of {', '.join(map(str, BLOCK_SIZES))}"),
-        Answer("types", ", ".join(name for name, _ in types), f"of {', '.join(name for name, _ in DTYPES)}"),
-        Answer("heads", ", ".join(map(str, heads)), f"of {', '.join(map(str, HEADS))}"),
+        Answer("widths c+r", ", ".join(f"{c}+{r}" for c, r in widths), f"of {len(wanted[0])} tried"),
+        Answer("block sizes", ", ".join(map(str, blocks)), f"of {', '.join(map(str, wanted[1]))}"),
+        Answer(
+            "types", ", ".join(name for name, _ in types), f"of {', '.join(name for name, _ in wanted[2])}"
+        ),
+        Answer("heads", ", ".join(map(str, heads)), f"of {', '.join(map(str, wanted[3]))}"),
     ]
     return answers, replace(
         manner,
-        widths=None if tuple(widths) == WIDTHS else tuple(widths),
-        block_sizes=None if tuple(blocks) == BLOCK_SIZES else tuple(blocks),
+        widths=None if widths == wanted[0] else tuple(widths),
+        block_sizes=None if blocks == wanted[1] else tuple(blocks),
         dtypes=tuple(types),
-        heads=None if tuple(heads) == HEADS else tuple(heads),
+        heads=None if heads == wanted[3] else tuple(heads),
     )
+
+
+def _with(kinds: Sequence[Any], own: Any) -> list[Any]:
+    """What is tried of one kind, that of the first contact included."""
+    return list(dict.fromkeys([*kinds, own]))
 
 
 def ask_ragged(bench: Bench, manner: Manner) -> tuple[list[Answer], Manner]:

@@ -132,3 +132,50 @@ def nonsense(q, kv_cache, block_table, cache_seqlens, softmax_scale):
 def needs_more(q, kv_cache, block_table, cache_seqlens, softmax_scale, tuning):
     """A parameter whose role nobody can guess."""
     return honest(q, kv_cache, block_table, cache_seqlens, softmax_scale)
+
+
+def packed_queries(
+    ql_nope, q_pe, kv_cache, block_table, cu_seqlens_q, cache_seqlens, softmax_scale, overwrite=False
+):
+    """Ragged queries [t h c] and [t h r], as the contract has them; lse [h t] in base 2."""
+    outs, lses = [], []
+    for i, (start, stop) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False)):
+        query = torch.cat([ql_nope[start:stop], q_pe[start:stop]], dim=-1)[None]
+        out, lse = base_two(query, kv_cache, block_table[i : i + 1], cache_seqlens[i : i + 1], softmax_scale)
+        outs.append(out[0])
+        lses.append(lse[0])
+    if overwrite:
+        ql_nope.zero_()
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def overwrites(ql_nope, q_pe, kv_cache, block_table, cu_seqlens_q, cache_seqlens, softmax_scale):
+    """The same, and its query is gone."""
+    return packed_queries(
+        ql_nope, q_pe, kv_cache, block_table, cu_seqlens_q, cache_seqlens, softmax_scale, overwrite=True
+    )
+
+
+class Counter:
+    """A kernel that answers differently in every second call."""
+
+    calls = 0
+
+    def __call__(self, q, kv_cache, block_table, cache_seqlens, softmax_scale):
+        out, lse = honest(q, kv_cache, block_table, cache_seqlens, softmax_scale)
+        self.calls += 1
+        return out, torch.nextafter(lse, lse + self.calls % 2)
+
+
+restless = Counter()
+
+
+def in_batch(q, kv_cache, block_table, cache_seqlens, softmax_scale):
+    """The last bit depends on how many requests there are."""
+    out, lse = honest(q, kv_cache, block_table, cache_seqlens, softmax_scale)
+    return out, torch.nextafter(lse, lse + (len(q) > 1))
+
+
+def renamed(a, b, table, lens, factor):
+    """Parameters that nobody can guess."""
+    return honest(a, b, table, lens, factor)

@@ -1,13 +1,41 @@
 """``mla-verify fuzz``: a campaign of drawn cases, for so long or so many."""
 
+import math
+import os
 import re
-from typing import Annotated
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
+import torch
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
+from mla_ref.problem import problem as find_problem
+from oracles.campaign import Engine, Plan, campaign
+from oracles.console import describe, label, python_code
+from oracles.oracle import rules
 from oracles.plan_cli import size
+from oracles.pool import describe_all, judges
+from oracles.run_directory import Journal, manifest_of, open_run
+from oracles.tally import Count, Tally
+from oracles.verify import backends, oracles_for, use_device
+from oracles.worker import Limits, share_of_memory
 
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+ENGINES = ("processes", "ray")
+MAX_ON_GPU = 16
+MAX_FAILURES, MAX_CODE = 10, 3
+LINE_EVERY, FRAME_EVERY = 10.0, 0.2
+INTERRUPTED = 130
 
 Timeout = Annotated[str, typer.Option(help="Most for one function of a backend on one case: 60s, 10m.")]
 Memory = Annotated[
@@ -26,3 +54,222 @@ def duration(text: str) -> float:
 def memory_size(text: str) -> int:
     """Bytes: "8G" and "8GiB" alike. Raises: ValueError that shows the text."""
     return size(re.sub(r"(?<=[KMGkmg])$", "iB", text.strip()))
+
+
+class Budget(NamedTuple):
+    """Either is None."""
+
+    seconds: float | None
+    cases: int | None
+
+
+def budget_of(text: str) -> Budget:
+    """What "10m" or "5000cases" allows. Raises: ValueError that shows the text."""
+    if match := re.fullmatch(r"([1-9]\d*) ?cases?", text.strip()):
+        return Budget(None, int(match[1]))
+    try:
+        return Budget(duration(text), None)
+    except ValueError:
+        raise ValueError(
+            f"budget {text!r} is neither a time, such as 10m, nor a number, such as 5000cases"
+        ) from None
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+Names = list[str] | None
+
+
+def fuzz(
+    backend: Annotated[Names, typer.Option(help="A listed name, or module:NAME; repeatable. All.")] = None,
+    problem: Annotated[Names, typer.Option(help="Only backends of this problem; repeatable.")] = None,
+    oracle: Annotated[Names, typer.Option(help="Only this claim; repeatable.")] = None,
+    budget: Annotated[str, typer.Option(help="How long, 10m, or how many, 5000cases.")] = "10m",
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Every core; 16 at most on a GPU.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A run directory: begin it, or go on with it.")] = None,
+    seed: Annotated[int, typer.Option(help="Every case follows from it.")] = 0,
+    device: Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")] = "cpu",
+    timeout: Timeout = "60s",
+    memory: Memory = "",
+    engine: Annotated[str, typer.Option(help=f"Where workers run: {', '.join(ENGINES)}.")] = "processes",
+) -> int:
+    """Judge backends on drawn cases, for so long or so many, and make small what fails."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    with ExitStack() as stack:
+        try:
+            use_device(device)
+            limit = budget_of(budget)
+            workers = jobs or (cores() if torch.device(device).type == "cpu" else min(cores(), MAX_ON_GPU))
+            limits = Limits(duration(timeout), memory_size(memory) if memory else share_of_memory(workers))
+            plan, reasons = _plan(backend, problem, oracle, seed, device, limits, limit.cases)
+            tally = Tally({spec: Count() for spec in plan.problems}, reasons=reasons)
+            journal = None
+            if out is not None and plan.problems:
+                manifest = _manifest(plan, {"engine": engine, "jobs": workers})
+                journal = stack.enter_context(open_run(out, manifest))
+            pool = stack.enter_context(_engine(engine, plan, workers))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        start = time.monotonic()
+        interrupted = not _ended(plan, pool, journal, tally, limit, start)
+    _summarise(console, tally, time.monotonic() - start)
+    if interrupted:
+        return INTERRUPTED
+    return 1 if tally.total("broken") else 0 if tally.total("ran") else 3
+
+
+def _plan(
+    specs: Names,
+    named: Names,
+    oracles: Names,
+    seed: int,
+    device: str,
+    limits: Limits,
+    num_cases: int | None,
+) -> tuple[Plan, dict[str, str]]:
+    """What is to be done, and why some backends are not tried. Raises: ValueError on a name that is none."""
+    for name in named or ():
+        find_problem(name)
+    for name in oracles or ():
+        if name not in rules():
+            raise ValueError(f"oracle {name!r} is not one of {', '.join(rules())}")
+    described = describe_all(list(dict.fromkeys(specs or backends())), device, limits)
+    wanted = {spec: found for spec, found in described.items() if not named or found.problem in named}
+    claims = {
+        found.problem: tuple(
+            oracle.name
+            for oracle in oracles_for(find_problem(found.problem))
+            if not oracles or oracle.name in oracles
+        )
+        for found in wanted.values()
+    }
+    runs = {
+        spec: found.problem
+        for spec, found in wanted.items()
+        if not found.unavailable and claims[found.problem]
+    }
+    reasons = {
+        spec: f"unavailable, {found.unavailable}" for spec, found in wanted.items() if found.unavailable
+    }
+    return Plan(runs, claims, seed, device, limits, num_cases), reasons
+
+
+def _manifest(plan: Plan, partition: dict[str, object]) -> dict[str, object]:
+    run = {
+        "kind": "fuzz",
+        "backends": list(plan.problems),
+        "oracles": {name: list(oracles) for name, oracles in plan.oracles.items()},
+        "seed": plan.seed,
+    }
+    return manifest_of(run, partition, plan.device)
+
+
+def _engine(name: str, plan: Plan, workers: int) -> AbstractContextManager[Engine]:
+    """Raises: ValueError if there is no such engine."""
+    if name == "processes":
+        return judges(workers, plan.device, plan.limits, threads=1)
+    raise ValueError(f"--engine {name!r} is not one of {', '.join(ENGINES)}")
+
+
+def _ended(
+    plan: Plan, engine: Engine, journal: Journal | None, tally: Tally, limit: Budget, start: float
+) -> bool:
+    """Run to the end of the budget, showing how far it is. False if it was interrupted before."""
+    end = start + limit.seconds if limit.seconds is not None else math.inf
+    screen = Console(stderr=True, highlight=False)
+    live = Live(console=screen, transient=True, auto_refresh=False) if screen.is_terminal else None
+    shown = start
+    with _terminated_like_interrupted(), live or nullcontext():
+        try:
+            for failure in campaign(plan, engine, journal, tally, lambda: time.monotonic() > end):
+                now = time.monotonic()
+                if failure is not None:
+                    _print(
+                        screen,
+                        f"new: {' '.join(describe(failure.verdict)[:1])}",
+                        f"  {label(failure.verdict.case)}",
+                    )
+                if now - shown > (LINE_EVERY if live is None else FRAME_EVERY):
+                    shown = now
+                    line = _progress(tally, plan, now - start, end - now)
+                    if live is None:
+                        _print(screen, line)
+                    else:
+                        live.update(Text(line), refresh=True)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def _progress(tally: Tally, plan: Plan, seconds: float, left: float) -> str:
+    cases = tally.total("cases")
+    goal = f" of {plan.num_cases}" if plan.num_cases is not None else f", {max(left, 0.0):.0f} s left"
+    return (
+        f"{cases} cases{goal}, {(cases - tally.resumed) / seconds:.1f} a second: "
+        f"{tally.total('held')} claims held, {len(tally.found)} kinds of failure"
+    )
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """A request to end, as schedulers send it, is Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _summarise(console: Console, tally: Tally, seconds: float) -> None:
+    """Counts by backend, why some were not tried, a failure of each kind, and one line for all."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("backend", no_wrap=True)
+    for name in ("cases", "held", "failed", "not run"):
+        table.add_column(name, justify="right")
+    for name in ("worst error / bound", "cases that fail, with 95 %"):
+        table.add_column(name, no_wrap=True)
+    for spec, count in tally.counts.items():
+        worst = f"{count.worst[0]:.3f} {count.worst[1]}" if count.worst[1] else "-"
+        numbers = (count.cases, count.held, count.broken, count.not_run)
+        table.add_row(spec, *map(str, numbers), worst, at_most(count.failed, count.ran))
+    if tally.counts:
+        console.print(table)
+    _print(console, "", *(f"{spec}: {reason}" for spec, reason in tally.reasons.items()))
+    failures = [(tally.first[kind], often) for kind, often in tally.found.items()]
+    for number, (verdict, often) in enumerate(failures[:MAX_FAILURES]):
+        _print(console, *describe(verdict), *([f"  and   {often - 1} more like it"] if often > 1 else []), "")
+        if number < MAX_CODE:
+            _print(console, *python_code(verdict).splitlines(), "")
+    if len(failures) > MAX_FAILURES:
+        _print(
+            console, f"and {len(failures) - MAX_FAILURES} more kinds of failure; --out DIR keeps them all", ""
+        )
+    cases, ran, failed = (tally.total(name) for name in ("cases", "ran", "failed"))
+    held, broken, not_run = (tally.total(name) for name in ("held", "broken", "not_run"))
+    speed = (cases - tally.resumed) / seconds
+    _print(
+        console,
+        f"{cases} cases, {held} claims held, {broken} failed, {not_run} not run, in {seconds:.1f} s "
+        f"({speed:.1f} cases/s); {failed} of {ran} cases fail: {at_most(failed, ran)}",
+    )
+
+
+def at_most(failed: int, ran: int) -> str:
+    """What the share of failing cases is below with 95 % confidence, were none found: the rule of three."""
+    if not ran:
+        return "-"
+    return f"{failed / ran:.2g} seen" if failed else f"below {min(3.0 / ran, 1.0):.2g}"
+
+
+def _print(console: Console, *lines: str) -> None:
+    """Print lines as they are: no markup, and no wrapping, so that each can be pasted."""
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

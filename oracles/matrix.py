@@ -178,6 +178,7 @@ class Job(NamedTuple):
     turn: which of the matrix's cases this is, and how many there are, where variants and oracles take turns;
         None: all of them are tried.
     only: of the oracles, those that are wanted now; turns are those of all of them. Empty: all.
+    function: of a backend's functions, the one that is wanted now, its own being ""; None: all.
     """
 
     case: Case
@@ -186,11 +187,12 @@ class Job(NamedTuple):
     device: str
     turn: tuple[int, int] | None = None
     only: tuple[str, ...] = ()
+    function: str | None = None
 
 
 def trials(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Which of a backend's functions are tried, its own being "", and the oracles that judge each of them."""
-    turns = _turns(job, variants)
+    turns = [(name, oracles) for name, oracles in _turns(job, variants) if job.function in (None, name)]
     if not job.only:
         return turns
     wanted = ((name, tuple(o for o in oracles if o in job.only)) for name, oracles in turns)

@@ -5,6 +5,7 @@ claim that it was about to decide is a crash, a timeout or an error, its other c
 next function is judged in a fresh process.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,12 @@ def judge_all(
         for index, job in enumerate(jobs):
             yield index, judge_job(job)
         return
+    with judges(workers, jobs[0].device, limits) as pool:
+        yield from judge_in(pool, jobs)
+
+
+def judge_in(pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Verdict]]]:
+    """Likewise, in workers that ``judges`` has made."""
     todo = [(index, Part(job)) for index, job in enumerate(jobs)][::-1]
     running: dict[int, Part] = {}
 
@@ -81,16 +88,15 @@ def judge_all(
         running[index] = part
         return part.task(index)
 
-    with judges(workers, jobs[0].device, limits) as pool:
-        for outcome in pool.outcomes(source):
-            if outcome is None:
-                continue
-            index = outcome.task.key
-            part = running.pop(index).after(outcome)
-            if part.job.specs:
-                todo.append((index, part))
-            else:
-                yield index, part.verdicts()
+    for outcome in pool.outcomes(source):
+        if outcome is None:
+            continue
+        index = outcome.task.key
+        part = running.pop(index).after(outcome)
+        if part.job.specs:
+            todo.append((index, part))
+        else:
+            yield index, part.verdicts()
 
 
 class Part(NamedTuple):
@@ -103,9 +109,15 @@ class Part(NamedTuple):
     skip: int = 0
     known: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def case(self) -> dict[str, Any]:
+        """The job's, as JSON holds it."""
+        plain: dict[str, Any] = json.loads(self.job.case.to_json())
+        return plain
+
     def task(self, key: int) -> Task:
         """What a worker is to do."""
-        argument = {**self.job._asdict(), "case": json.loads(self.job.case.to_json()), "skip": self.skip}
+        argument = {**self.job._asdict(), "case": self.case, "skip": self.skip}
         return Task("oracles.pool:judged", argument, key)
 
     def after(self, outcome: Outcome) -> "Part":
@@ -199,12 +211,12 @@ def why_lost(device: str) -> str | None:
     return None
 
 
-def judges(workers: int, device: str, limits: Limits) -> Pool:
-    """Workers that are ready to judge on a device."""
+def judges(workers: int, device: str, limits: Limits, threads: int | None = None) -> Pool:
+    """Workers that are ready to judge on a device. threads: of torch, in each; None shares the cores out."""
     cpu = torch.device(device).type == "cpu"
     argument = {
         "device": device,
-        "threads": max(1, (os.cpu_count() or 1) // workers),
+        "threads": threads or max(1, (os.cpu_count() or 1) // workers),
         "gpu_share": GPU_SHARE / workers,
     }
     return Pool(workers, limits, Task("oracles.pool:ready", argument), refuse=cpu)
@@ -222,34 +234,50 @@ def ready(argument: Mapping[str, Any], say: Say) -> None:
     problems()
 
 
+class Described(NamedTuple):
+    """What a backend says of itself. unavailable: why it cannot run on the device, or None."""
+
+    problem: str
+    unavailable: str | None
+
+
 def problems_of(specs: Sequence[str], device: str, limits: Limits | None) -> dict[str, str]:
-    """Which problem each backend implements; a stranger's is imported in a worker.
+    """Which problem each backend implements; a stranger's is imported in a worker, if limits are given.
 
     Raises: ValueError in one line that names the backend, whatever its import does.
     """
     house = [spec for spec in specs if limits is None or spec.split(".")[0] in BACKEND_PACKAGES]
     found = {spec: load(spec).problem for spec in house}
-    strangers = [spec for spec in specs if spec not in found]
-    if not strangers or limits is None:
-        return found
-    todo = [Task("oracles.pool:described", spec) for spec in strangers]
+    if limits is not None and len(found) < len(specs):
+        strangers = describe_all([spec for spec in specs if spec not in found], device, limits)
+        found |= {spec: described.problem for spec, described in strangers.items()}
+    return {spec: found[spec] for spec in specs}
+
+
+def describe_all(specs: Sequence[str], device: str, limits: Limits) -> dict[str, Described]:
+    """What each backend says of itself in a worker. Raises: ValueError as ``problems_of`` does."""
+    todo = [Task("oracles.pool:describe", {"spec": spec, "device": device}) for spec in specs]
 
     def source(_: int) -> Task | None:
         return todo.pop(0) if todo else None
 
+    found = {}
     with judges(1, device, limits) as pool:
         for outcome in pool.outcomes(source):
             if outcome is None:
                 continue
-            spec = outcome.task.argument
+            spec = outcome.task.argument["spec"]
             if outcome.end != DONE:
                 told = outcome.why.removeprefix("ValueError: ")
                 raise ValueError(told if outcome.end == RAISED else f"backend {spec!r}: its import: {told}")
-            found[spec] = outcome.messages[-1][1]
-    return {spec: found[spec] for spec in specs}
+            found[spec] = Described(*outcome.messages[-1][1])
+    return found
 
 
-def described(spec: str, say: Say) -> None:
-    """In a worker: the problem that a backend implements."""
+def describe(argument: Mapping[str, Any], say: Say) -> None:
+    """In a worker: what a backend says of itself. One that raises when it is asked will do so when judged."""
     say(STEP, {})
-    say(ITEM, load(spec).problem)
+    backend, unavailable = load(argument["spec"]), None
+    with contextlib.suppress(Exception, SystemExit):
+        unavailable = backend.requires(torch.device(argument["device"]).type)
+    say(ITEM, [backend.problem, unavailable])

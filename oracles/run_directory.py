@@ -2,7 +2,7 @@
 
     manifest.json   what decides the cases; versions, device, command; written whole or not at all
     verdicts.jsonl  one line for each number of the run: its case, and every verdict on it; appended
-    failures.jsonl  one verdict for each kind of failure of a campaign, on its smallest case
+    failures.jsonl  one line for each kind of failure of a campaign: a verdict on its smallest case
     lock            held while a run writes here; the system lets go of it however the process ends
 
 A number is the unit that is lost or kept: its line is there, whole, or the number is tried again. Only the
@@ -53,6 +53,13 @@ class Record(NamedTuple):
         return [Verdict.on(case, verdict) for verdict in self.verdicts]
 
 
+class Failure(NamedTuple):
+    """A kind of failure, and a verdict of that kind on a case as small as was found."""
+
+    kind: tuple[str, ...]
+    verdict: Verdict
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """What a run has written so far, whether it is over or not."""
@@ -86,11 +93,16 @@ class RunDirectory:
             yield from judged
 
     def failures(self) -> list[Verdict]:
-        """The smallest case of each kind of failure, as far as they are known."""
+        """One of each kind of failure of a campaign, on a small case. Raises: ValueError as ``verdicts``."""
+        return [failure.verdict for failure in self.kinds()]
+
+    def kinds(self) -> list[Failure]:
+        """Likewise, with the kinds."""
         file, found = self.path / FAILURES, []
         for line, text in _whole_lines(file):
             with _named(file, line):
-                found.append(Verdict.from_json(text.decode()))
+                data = json.loads(text)
+                found.append(Failure(tuple(data["kind"]), Verdict.from_json(json.dumps(data["verdict"]))))
         return found
 
 
@@ -120,9 +132,10 @@ class Journal(NamedTuple):
         """Raises: OSError on a full disk; what is in the file stays whole."""
         _append(self.path / VERDICTS, self.file, record.to_json())
 
-    def append_failure(self, verdict: Verdict) -> None:
-        """Likewise, for the smallest case of a new kind of failure."""
-        _append(self.path / FAILURES, self.failures_file, verdict.to_json())
+    def append_failure(self, failure: Failure) -> None:
+        """Likewise, for a new kind of failure."""
+        line = f'{{"kind":{json.dumps(failure.kind)},"verdict":{failure.verdict.to_json()}}}'
+        _append(self.path / FAILURES, self.failures_file, line)
 
 
 @contextmanager

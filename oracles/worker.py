@@ -172,7 +172,7 @@ class Pool:
     """
 
     def __init__(self, size: int, limits: Limits, prepare: Task, refuse: bool = True) -> None:
-        self._size, self._limits, self._prepare = size, limits, prepare
+        self.size, self._limits, self._prepare = size, limits, prepare
         self._refused = limits.memory if refuse and sys.platform == "linux" else None
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, _Worker] = {}
@@ -196,7 +196,7 @@ class Pool:
         Raises: RuntimeError if workers do not start.
         """
         while True:
-            for slot in range(self._size):
+            for slot in range(self.size):
                 worker = self._workers.get(slot)
                 if worker is None or worker.task is None:
                     again = bool(self._again)

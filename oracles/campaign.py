@@ -1,0 +1,304 @@
+"""A campaign: numbered cases, drawn, judged in workers and written down, until time or numbers are up.
+
+Of B backends, number n is case n // B of backend n % B: it follows from the seed alone, whoever judges it
+and when. Workers draw cases a few at a time, each in a block of its own, since a case may follow from those
+before it in its block. A kind of failure that is new is made small at once, in a worker too.
+"""
+
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+from mla_ref.case import Case
+from oracles.coverage import BLOCK, draw
+from oracles.matrix import Job
+from oracles.pool import Part, judge_in, judge_job, judges
+from oracles.run_directory import Failure, Journal, Record, RunDirectory
+from oracles.shrink import smallest
+from oracles.tally import Kind, Tally
+from oracles.verdict import CRASH, TIMEOUT, Verdict
+from oracles.verify import DEFAULT, find_backend
+from oracles.worker import DONE, ITEM, RAISED, STEP, Limits, Outcome, Say, Task
+
+# Cases of one drawing, and how many are to wait for each worker.
+DRAWN, AHEAD = 32, 2
+
+# Kinds of failure that are made small, and how long that may take.
+MAX_SMALL, SMALL_SECONDS = 16, 30.0
+
+# Turns without end, as ``matrix.trials`` counts them.
+TURNS = 1 << 40
+
+
+class Engine(Protocol):
+    """Where tasks run: a ``worker.Pool``, or a cluster. size: how many slots it has."""
+
+    size: int
+
+    def outcomes(self, source: Callable[[int], Task | None]) -> Iterator[Outcome | None]:
+        """As ``Pool.outcomes``."""
+
+
+class Plan(NamedTuple):
+    """What decides every case of a campaign, and how it is judged.
+
+    problems: what each backend implements, in the order in which numbers are dealt. oracles: of each problem.
+    num_cases: numbers are below it; None: there is no end.
+    """
+
+    problems: Mapping[str, str]
+    oracles: Mapping[str, tuple[str, ...]]
+    seed: int
+    device: str
+    limits: Limits
+    num_cases: int | None = None
+
+    def backend(self, number: int) -> str:
+        """The one that number ``number`` belongs to."""
+        return list(self.problems)[number % len(self.problems)]
+
+    def job(self, number: int, case: Case) -> Job:
+        """A backend's own function and one variant, with the oracles whose turn it is."""
+        spec = self.backend(number)
+        turn = number // len(self.problems), TURNS
+        return Job(case, (spec,), self.oracles[self.problems[spec]], self.device, turn)
+
+
+class _Drawing(NamedTuple):
+    """Cases to be drawn; with ``careless``, without asking the backend which ones it supports."""
+
+    numbers: tuple[int, ...]
+    careless: bool = False
+
+
+class _Judging(NamedTuple):
+    number: int
+    part: Part
+
+
+class _Shrinking(NamedTuple):
+    kind: Kind
+    verdict: Verdict
+
+
+_Work = _Drawing | _Judging | _Shrinking
+
+
+def _task_of(work: _Work, plan: Plan, key: int) -> Task:
+    if isinstance(work, _Judging):
+        return work.part.task(key)
+    if isinstance(work, _Shrinking):
+        return Task("oracles.campaign:shrunk", _to_shrink(work.verdict, plan), key)
+    spec = plan.backend(work.numbers[0])
+    argument = {
+        "problem": plan.problems[spec],
+        "seed": plan.seed,
+        "indices": [number // len(plan.problems) for number in work.numbers],
+        "backend": None if work.careless else spec,
+    }
+    return Task("oracles.campaign:drawn", argument, key)
+
+
+def _to_shrink(verdict: Verdict, plan: Plan) -> dict[str, Any]:
+    return {
+        "verdict": json.loads(verdict.to_json()),
+        "oracles": [verdict.oracle] if verdict.oracle else plan.oracles[verdict.case.problem],
+        "limits": plan.limits,
+    }
+
+
+@dataclass
+class _Deck:
+    """Which numbers are dealt, and what waits for a worker.
+
+    ready: cases to be judged. first: what goes before. blocks: where each slot draws next. retired: backends
+    for which no case is found.
+    """
+
+    plan: Plan
+    size: int
+    done: set[int] = field(default_factory=set)
+    ready: deque[_Judging] = field(default_factory=deque)
+    first: deque[_Work] = field(default_factory=deque)
+    blocks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    next_block: int = 0
+    retired: set[str] = field(default_factory=set)
+
+    def next(self, slot: int, over: bool) -> _Work | None:
+        """What a free slot is to do. When it is over, numbers that were begun are ended, and no more."""
+        while self.first:
+            work = self.first.popleft()
+            if not over or isinstance(work, _Judging):
+                return work
+        if over:
+            return None
+        if len(self.ready) < AHEAD * self.size and (drawing := self._drawing(slot)) is not None:
+            return drawing
+        return self.ready.popleft() if self.ready else None
+
+    def _drawing(self, slot: int) -> _Drawing | None:
+        """The next numbers that are not done yet; None when all are dealt."""
+        backends = list(self.plan.problems)
+        while (at := self._take(slot)) is not None:
+            block, offset = at
+            first = (block // len(backends) * BLOCK + offset) * len(backends) + block % len(backends)
+            numbers = range(first, self._end(first + DRAWN * len(backends)), len(backends))
+            todo = tuple(number for number in numbers if number not in self.done)
+            if todo and backends[block % len(backends)] not in self.retired:
+                return _Drawing(todo)
+        return None
+
+    def _end(self, end: int) -> int:
+        return end if self.plan.num_cases is None else min(end, self.plan.num_cases)
+
+    def _take(self, slot: int) -> tuple[int, int] | None:
+        """A block and an offset in it: of the slot's own block, of a new one, or else of another slot's."""
+        of = len(self.plan.problems)
+        first = self.next_block // of * BLOCK * of + self.next_block % of
+        if slot not in self.blocks and first < self._end(first + 1) and len(self.retired) < of:
+            self.blocks[slot] = self.next_block, 0
+            self.next_block += 1
+        owner = slot if slot in self.blocks else next(iter(self.blocks), None)
+        if owner is None:
+            return None
+        block, offset = self.blocks.pop(owner)
+        if offset + DRAWN < BLOCK:
+            self.blocks[slot] = block, offset + DRAWN
+        return block, offset
+
+
+def campaign(
+    plan: Plan, engine: Engine, journal: Journal | None, tally: Tally, over: Callable[[], bool]
+) -> Iterator[Failure | None]:
+    """Judge number after number; what is known is in ``tally`` at any time.
+
+    Yields each kind of failure once it is as small as it gets, and None very often, so that the caller can
+    show how far it is. What the journal has already is counted in and not judged again.
+
+    over: whether no more numbers are to be begun.
+    """
+    deck, running, keys = _Deck(plan, engine.size), {}, itertools.count()
+    small = set(tally.first)
+    if journal is not None:
+        for known in RunDirectory(journal.path).kinds():
+            tally.first[known.kind] = known.verdict
+            small.add(known.kind)
+        for record in journal.records():
+            deck.done.add(record.number)
+            tally.add(plan.backend(record.number), record)
+        tally.resumed = len(deck.done)
+        deck.first += [_Shrinking(kind, tally.first[kind]) for kind in tally.found if kind not in small]
+
+    def source(slot: int) -> Task | None:
+        work = deck.next(slot, over())
+        if work is None:
+            return None
+        key = next(keys)
+        running[key] = work
+        return _task_of(work, plan, key)
+
+    for outcome in engine.outcomes(source):
+        work = running.pop(outcome.task.key) if outcome is not None else None
+        if outcome is None or work is None:
+            yield None
+        elif isinstance(work, _Drawing):
+            _deal(deck, work, outcome, tally)
+        elif isinstance(work, _Shrinking):
+            failure = _smaller(work, outcome)
+            tally.first[failure.kind] = failure.verdict
+            if journal is not None:
+                journal.append_failure(failure)
+            yield failure
+        elif (part := work.part.after(outcome)).job.specs:
+            deck.first.append(work._replace(part=part))
+        else:
+            record = Record(work.number, part.case, part.known)
+            if journal is not None:
+                journal.append(record)
+            for kind in tally.add(plan.backend(work.number), record):
+                if len(tally.found) <= MAX_SMALL:
+                    deck.first.append(_Shrinking(kind, tally.first[kind]))
+            yield None
+
+
+def _deal(deck: _Deck, work: _Drawing, outcome: Outcome, tally: Tally) -> None:
+    """Take in the cases that were drawn; where a backend's own code stops that, draw without it."""
+    if outcome.end == DONE:
+        cases = [Case.from_json(json.dumps(body)) for kind, body in outcome.messages if kind == ITEM]
+        for number, case in zip(work.numbers, cases, strict=True):
+            deck.ready.append(_Judging(number, Part(deck.plan.job(number, case))))
+        return
+    if work.careless:
+        raise RuntimeError(f"drawing cases: {outcome.why}")
+    spec = deck.plan.backend(work.numbers[0])
+    if outcome.end == RAISED and (STEP, "drawing") in outcome.messages:
+        deck.retired.add(spec)
+        tally.reasons[spec] = outcome.why.removeprefix("ValueError: ")
+    else:
+        deck.first.append(work._replace(careless=True))
+
+
+def _smaller(work: _Shrinking, outcome: Outcome) -> Failure:
+    """The last case that still failed, however the search for a smaller one ended."""
+    for kind, body in reversed(outcome.messages):
+        if kind == ITEM:
+            return Failure(work.kind, Verdict.from_json(json.dumps(body)))
+    return Failure(work.kind, work.verdict)
+
+
+def drawn(argument: Mapping[str, Any], say: Say) -> None:
+    """In a worker: cases, one after the other."""
+    say(STEP, "import")
+    spec = argument["backend"]
+    supports = None if spec is None else _supports(spec)
+    say(STEP, "drawing")
+    for index in argument["indices"]:
+        case = draw(argument["problem"], argument["seed"], index, supports)
+        say(STEP, "")
+        say(ITEM, json.loads(case.to_json()))
+
+
+@cache
+def _supports(spec: str) -> Callable[[Case], str | None]:
+    """A backend's own, but where it raises the case is taken, so that it raises before the judge."""
+    backend = find_backend(spec)
+
+    def supports(case: Case) -> str | None:
+        try:
+            return backend.supports(case)
+        except (Exception, SystemExit):
+            return None
+
+    return supports
+
+
+def shrunk(argument: Mapping[str, Any], say: Say) -> None:
+    """In a worker: verdicts on ever smaller cases that fail alike: same function, claim and status.
+
+    Those that end the process are judged in a worker's worker.
+    """
+    verdict = Verdict.from_json(json.dumps(argument["verdict"]))
+    variant = "" if verdict.variant == DEFAULT else verdict.variant
+    end = time.monotonic() + SMALL_SECONDS
+
+    def fails(judged: Callable[[Job], list[Verdict]], case: Case) -> bool:
+        if time.monotonic() > end:
+            return False
+        say(STEP, "")
+        job = Job(case, (verdict.backend,), tuple(argument["oracles"]), verdict.device, function=variant)
+        for found in judged(job):
+            if found.status == verdict.status:
+                say(ITEM, json.loads(found.to_json()))
+                return True
+        return False
+
+    if verdict.status not in (CRASH, TIMEOUT):
+        smallest(verdict.case, lambda case: fails(judge_job, case))
+        return
+    with judges(1, verdict.device, Limits(*argument["limits"])) as pool:
+        smallest(verdict.case, lambda case: fails(lambda job: next(judge_in(pool, [job]))[1], case))

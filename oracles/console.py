@@ -89,9 +89,14 @@ def distinct(verdicts: Iterable[Verdict]) -> list[tuple[Verdict, int]]:
     kinds: dict[tuple[str, ...], list[Verdict]] = {}
     for v in verdicts:
         if v.status in BROKEN:
-            kind = v.oracle if v.status == FAIL else v.detail
-            kinds.setdefault((v.backend, v.variant, v.status, kind), []).append(v)
+            kinds.setdefault(group_of(v), []).append(v)
     return [(min(found, key=_size), len(found)) for found in kinds.values()]
+
+
+def group_of(verdict: Verdict) -> tuple[str, ...]:
+    """What failures that are shown as one have in common: a claim, or an error."""
+    what = verdict.oracle if verdict.status == FAIL else verdict.detail
+    return verdict.backend, verdict.variant, verdict.status, what
 
 
 def _size(verdict: Verdict) -> tuple[int, ...]:

@@ -1,0 +1,27 @@
+"""``mla-verify report``: a run as one page of HTML."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oracles.report import page
+
+MISSING = "needs jinja2 and matplotlib: pip install 'mla-verify[report]'"
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory, or what `run --json` wrote.")],
+    html: Annotated[Path, typer.Option(help="The page to write.")],
+    title: Annotated[str, typer.Option(help="Its heading; else the run's name.")] = "",
+) -> int:
+    """Write a run as one page of HTML that stands alone: no script, and nothing to load."""
+    try:
+        text = page(run, title)
+        html.write_text(text, encoding="utf-8")
+    except ImportError as error:
+        raise typer.BadParameter(f"report: {MISSING} ({error})") from None
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(f"report: {error}") from None
+    typer.echo(f"{html}: {len(text.encode()):,} bytes")
+    return 0

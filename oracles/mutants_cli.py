@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from oracles.field import RULES
 from oracles.kill_matrix import Killed, every_mutant, matching, measure, to_json
@@ -43,7 +42,7 @@ def mutants(
     if as_json:
         sys.stdout.write(to_json(rows))
     else:
-        _print(rows, Console())
+        _print(rows)
     return int(any(not row.killed for row in rows))
 
 
@@ -51,19 +50,19 @@ def _judging(of: str, names: Names) -> list[str] | None:
     return names and [name for name in names if not rules()[name].problems or of in rules()[name].problems]
 
 
-def _print(rows: Sequence[Killed], console: Console) -> None:
-    table = Table(box=None, pad_edge=False, header_style="")
-    for title in ("mutant", "problem", "cases", "to kill, 95 %", "quickest", "beyond values", *RULES):
-        table.add_column(title, no_wrap=title != "beyond values")
-    for row in rows:
-        table.add_row(*cells(row))
-    console.print(table, soft_wrap=True)
+def _print(rows: Sequence[Killed]) -> None:
+    titles = ("mutant", "problem", "killed", "cases 50, 95 %", "quickest", *RULES, "by oracles beyond values")
+    lines = [titles, *(cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+    for line in lines:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        sys.stdout.write("  ".join(padded).rstrip() + "\n")
     survivors = [f"{row.mutant} of {row.problem}" for row in rows if not row.killed]
-    console.print(
-        f"{len(rows)} mutants, {len(survivors)} survived{': ' if survivors else ''}{', '.join(survivors)}"
-    )
+    sys.stdout.write(f"{len(rows)} mutants, {len(survivors)} survived\n")
+    for name in survivors:
+        sys.stdout.write(f"survived: {name}\n")
     if reason := why_not():
-        console.print(f"edited kernels were not tried: {reason}")
+        sys.stdout.write(f"edited kernels were not tried: {reason}\n")
 
 
 def cells(row: Killed) -> tuple[str, ...]:
@@ -73,4 +72,4 @@ def cells(row: Killed) -> tuple[str, ...]:
     beyond = ", ".join(f"{name} {row.by[name]}" for name in row.beyond_values) or "-"
     field = (str(row.field[name]) if name in row.field else "" for name in RULES)
     needed = f"{median}, {most}" if median else "never"
-    return row.mutant, row.problem, f"{row.killed}/{row.cases}", needed, quickest, beyond, *field
+    return row.mutant, row.problem, f"{row.killed}/{row.cases}", needed, quickest, *field, beyond

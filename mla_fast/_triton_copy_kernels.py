@@ -9,7 +9,7 @@ a program owns ROWS of them, a thread 16 bytes of a row at a time, and nothing i
 import triton
 import triton.language as tl
 
-from mla_fast._triton_decode_kernel import _e4m3_value, _round, _widen
+from mla_fast._triton_decode_kernel import INTERPRETED, _e4m3_value, _round, _widen
 
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 FP16_MAX = tl.constexpr(65504.0)
@@ -160,11 +160,11 @@ def _stored(x, dtype: tl.constexpr):
 def _code(quotient, NATIVE: tl.constexpr):
     """The e4m3 code nearest to a float32, ties to the even one, as a byte; saturated, NaN for NaN.
 
-    Without an instruction: a normal code is the float's own bits, rounded at the twentieth; adding 2¹⁴, whose
-    last place is 2⁻⁹, rounds to a subnormal one.
+    The instruction saturates. Without it: a normal code is the float's own bits, rounded at the twentieth;
+    adding 2¹⁴, whose last place is 2⁻⁹, rounds to a subnormal one.
     """
     if NATIVE:
-        return _clamped(quotient, E4M3_MAX).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = quotient.to(tl.uint32, bitcast=True)
     size = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), E4M3_MAX)
     whole = size.to(tl.uint32, bitcast=True)
@@ -176,10 +176,39 @@ def _code(quotient, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _quotient(x, scale, BOUNDED: tl.constexpr):
+    """x / scale rounded to nearest in float32, for a positive scale.
+
+    BOUNDED: it is known to be below 512; otherwise larger ones come out as anything from 512 on.
+
+    The reciprocal of a tile serves all its channels, and two steps of Newton's iteration make its product
+    with one of them the quotient: after the first it is within a unit in the last place, and the second,
+    whose remainder is exact, rounds as a division does (Markstein's theorem). That takes half the
+    instructions of a division. Remainders must not underflow, so the scale is brought to 1 … 2 by a power of
+    two, and x with it. A sum of zeros is positive, so the sign is x's own. The interpreter, which rounds a
+    product before it adds, divides.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, scale)
+    exponent = (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
+    power = (tl.minimum(tl.maximum(254 - exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
+    divisor = scale * power
+    reciprocal = tl.div_rn(1.0, divisor)
+    dividend = x * power
+    if not BOUNDED:
+        dividend = _clamped(dividend, 2048.0)
+    quotient = dividend * reciprocal
+    minus = -divisor
+    quotient = tl.fma(tl.fma(quotient, minus, dividend), reciprocal, quotient)
+    quotient = tl.fma(tl.fma(quotient, minus, dividend), reciprocal, quotient)
+    magnitude = quotient.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    return (magnitude | (x.to(tl.uint32, bitcast=True) & 0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _tile_scale(tiles, FLOOR: tl.constexpr, POW2: tl.constexpr):
-    """The scale [rows, tiles] of latent tiles; a NaN channel does not take part in it."""
-    largest = tl.max(tl.where(tiles == tiles, tl.abs(tiles), 0.0), 2)
-    scale = tl.maximum(tl.div_rn(largest, E4M3_MAX), FLOOR)
+    """The scale [rows, tiles] of latent tiles; a NaN is no maximum of anything."""
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(tiles), 2), E4M3_MAX), FLOOR)
     if POW2:
         # Adding the largest mantissa carries into the exponent unless the mantissa is 0.
         bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -217,7 +246,7 @@ def _cache_write_kernel(
 ):
     """The entries of ROWS tokens in their slots; of a token with a negative slot nothing is read or written.
 
-    Grid: row blocks. Channels pass through float32; quotients are divided, never multiplied by a reciprocal.
+    Grid: row blocks. Channels pass through float32; quotients are those of a division, to the last bit.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     place = tl.load(slot_mapping + row, mask=row < num_tokens, other=-1)
@@ -234,11 +263,14 @@ def _cache_write_kernel(
         entry = _stored(x, latent.dtype.element_ty)
     elif SCALING == "tensor":
         scale = tl.load(kv_scale)
-        entry = _code(tl.div_rn(x, scale), NATIVE)
+        entry = _code(_quotient(x, scale, False), NATIVE)
     else:
-        x = _clamped(x, TILED_MAX)
+        if kv_c.dtype.element_ty != tl.float16:
+            x = _clamped(x, TILED_MAX)
         scale = _tile_scale(x, FLOOR, POW2)
-        entry = _code(tl.div_rn(x, scale[:, :, None]), NATIVE)
+        # A reciprocal of a power of two is exact.
+        quotient = x * tl.div_rn(1.0, scale)[:, :, None] if POW2 else _quotient(x, scale[:, :, None], True)
+        entry = _code(quotient, NATIVE)
         first = page * (block_bytes // 4) + slot * (slot_bytes // 4)
         p_scale = scales + first[:, None] + tile[None, :]
         tl.store(p_scale, scale, mask=live[:, None] & (tile * TILE < C)[None, :])
@@ -252,7 +284,7 @@ def _cache_write_kernel(
         p_k_pe = k_pe + row[:, None] * stride_k_pe + turned[None, :] * stride_k_pe_channel
         x_pe = _float32(tl.load(p_k_pe, mask=real_pe, other=0.0))
         if SCALING == "tensor":
-            entry_pe = _code(tl.div_rn(x_pe, scale), NATIVE)
+            entry_pe = _code(_quotient(x_pe, scale, False), NATIVE)
         else:
             entry_pe = _stored(x_pe, rope.dtype.element_ty)
         size_pe: tl.constexpr = rope.dtype.element_ty.primitive_bitwidth // 8
@@ -290,10 +322,10 @@ def _merge_states_kernel(
     """
     dtype: tl.constexpr = out.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
-    token = row // num_heads
-    head = row % num_heads
+    token = (row // num_heads).to(tl.int64)
+    head = (row % num_heads).to(tl.int64)
     p_lse = lses + token * stride_lses_token + head * stride_lses_head
     top = tl.full([ROWS], float("-inf"), tl.float32)
     p_state = p_lse

@@ -4,8 +4,8 @@ Contract: every cache format and input type, any strides, gaps and offsets of th
 aligned scales where each tile has its own. Slots are 64-bit and stay on the device, so the launch can be
 captured in a CUDA graph. Nothing but the slots named is written.
 
-Codes and scales are the encoder's, byte for byte: quotients are divided in IEEE arithmetic, where a product
-with a reciprocal would differ in one code of some thousands.
+Codes and scales are the encoder's, byte for byte: every quotient is rounded as an IEEE division rounds, where
+a mere product with a reciprocal would differ in one code of some thousands.
 """
 
 from collections.abc import Callable

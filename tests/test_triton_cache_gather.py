@@ -1,13 +1,11 @@
 """Gathering from the cache in plain Triton: judged, and bit for bit what the format decodes to."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from random_trials import random_case
 
 from mla_fast.triton_cache_gather import BACKEND, gather_into
 from mla_ref.cache_gather import cache_gather
@@ -16,6 +14,7 @@ from mla_ref.config import MLAConfig
 from mla_ref.formats import formats
 from mla_ref.layout import CacheLayout
 from mla_ref.problems.cache_gather import PROBLEM
+from oracles.coverage import draw
 from oracles.verdict import PASS, UNSUPPORTED
 from oracles.verify import judge
 
@@ -68,10 +67,10 @@ def test_every_code(variant: str) -> None:
 
 
 def test_judged_on_random_cases(seed: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(25):
-        case = random_case(draw, "cache_gather")
-        for verdict in judge(replace(BACKEND, variants={}), case, device=DEVICE.type, oracles=("value",)):
+    alone = replace(BACKEND, variants={})
+    for i in range(25):
+        case = draw("cache_gather", seed, i, BACKEND.supports)
+        for verdict in judge(alone, case, device=DEVICE.type, oracles=("value",)):
             assert verdict.status == PASS, f"{verdict.detail} {case.to_json()}"
 
 

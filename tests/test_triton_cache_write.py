@@ -2,18 +2,21 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from random_trials import random_case
+import triton.language as tl
 from test_compile import SHARED_BYTES
+from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
 
+from mla_fast import _triton_copy_kernels
 from mla_fast.triton_cache_write import BACKEND
 from mla_ref.cache_write import cache_write
 from mla_ref.case import DTYPES, Case
@@ -21,6 +24,8 @@ from mla_ref.config import MLAConfig
 from mla_ref.formats import cache_format, formats
 from mla_ref.layout import CacheLayout
 from mla_ref.problems.cache_write import PROBLEM, CacheWriteInputs
+from mla_ref.values import bell, integers
+from oracles.coverage import draw
 from oracles.oracle import private_copy, storage_bytes
 from oracles.verdict import PASS, UNSUPPORTED
 from oracles.verify import judge
@@ -69,10 +74,10 @@ def test_bytes_are_the_encoders(fmt: str, dtype: str, variant: str, seed: int) -
 
 
 def test_judged_on_random_cases(seed: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(25):
-        case = random_case(draw, "cache_write")
-        for verdict in judge(replace(BACKEND, variants={}), case, device=DEVICE.type, oracles=("stored",)):
+    alone = replace(BACKEND, variants={})
+    for i in range(25):
+        case = draw("cache_write", seed, i, BACKEND.supports)
+        for verdict in judge(alone, case, device=DEVICE.type, oracles=("stored",)):
             assert verdict.status == PASS, f"{verdict.detail} {case.to_json()}"
 
 
@@ -132,6 +137,41 @@ def test_a_nan_stays_one_and_spoils_no_other_channel(variant: str, fmt: str) -> 
     for part, expected in zip(got, want, strict=True):
         assert part.isnan().any()
         assert torch.equal(part.nan_to_num(nan=9e9), expected.nan_to_num(nan=9e9))
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic of a GPU: the interpreter's multiply-add, rounded once, and no division in its place."""
+    if DEVICE.type == "cuda":
+        return
+    wide = np.longdouble  # a product of two float32 is exact in it, and a sum with a third is next to it
+
+    def fma(self: object, x: Any, y: Any, z: Any) -> Any:
+        total = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
+        return TensorHandle(total.astype(np.float32), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+    monkeypatch.setattr(_triton_copy_kernels, "INTERPRETED", tl.constexpr(False))
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("scale", [1.0, 0.0173, 447.99997, 2.0**-140, 2.0**-120, 3.0e38])
+def test_quotients_of_the_tensor_are_those_of_a_division(scale: float) -> None:
+    test_every_code_and_every_tie("default", scale)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quotients_of_tiles_are_those_of_a_division(dtype: torch.dtype, seed: int) -> None:
+    """Random channels of tiles of every magnitude, and channels that are a tie of their tile's scale."""
+    test_scales_of_tiles_of_any_size("default", "fp8_ds_mla")
+    x = bell(seed, "tiles", 600, 128).to(dtype)
+    x[:300] *= torch.exp2(integers(seed, "binades", 200, 300, 1) - 100.0).to(dtype)
+    scale = x.abs().amax(-1, keepdim=True).float() / 448.0
+    ties = (near_every_code()[:120] * scale).to(dtype)
+    x[:, 4:124] = torch.where(ties.abs() <= x.abs().amax(-1, keepdim=True), ties, x[:, 4:124])
+    inputs = entry_of(x, "fp8_ds_mla", 128)
+    assert torch.equal(stored_bytes(BACKEND.fn, inputs), stored_bytes(cache_write, inputs))
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])

@@ -1,17 +1,16 @@
 """Merging partial results in plain Triton: judged, empty states unread, and in place."""
 
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from random_trials import random_case
 
 from mla_fast.triton_merge_states import BACKEND, merge_into
 from mla_ref.case import DTYPES, Case
 from mla_ref.config import MLAConfig
 from mla_ref.problems.merge_states import PROBLEM
+from oracles.coverage import draw
 from oracles.oracle import private_copy
 from oracles.verdict import FAIL, PASS
 from oracles.verify import judge
@@ -47,10 +46,10 @@ def test_any_number_of_states(num_states: int, seed: int) -> None:
 
 
 def test_judged_on_random_cases(seed: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(25):
-        case = random_case(draw, "merge_states")
-        for verdict in judge(BACKEND, case, device=DEVICE.type, oracles=("value", "lse", "empty_rows")):
+    alone = replace(BACKEND, variants={})
+    for i in range(25):
+        case = draw("merge_states", seed, i, BACKEND.supports)
+        for verdict in judge(alone, case, device=DEVICE.type, oracles=("value", "lse", "empty_rows")):
             assert verdict.status == PASS, f"{verdict.detail} {case.to_json()}"
 
 

@@ -28,6 +28,7 @@ from oracles.worker import (
     RAISED,
     STEP,
     TIMED_OUT,
+    Engine,
     Limits,
     Outcome,
     Pool,
@@ -228,7 +229,8 @@ def ready(argument: Mapping[str, Any], say: Say) -> None:
     use_device(argument["device"])
     device = torch.device(argument["device"])
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(argument["gpu_share"], device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_per_process_memory_fraction(argument["gpu_share"], index)
         why_lost(argument["device"])
     rules()
     problems()
@@ -249,12 +251,13 @@ def problems_of(specs: Sequence[str], device: str, limits: Limits | None) -> dic
     house = [spec for spec in specs if limits is None or spec.split(".")[0] in BACKEND_PACKAGES]
     found = {spec: load(spec).problem for spec in house}
     if limits is not None and len(found) < len(specs):
-        strangers = describe_all([spec for spec in specs if spec not in found], device, limits)
+        with judges(1, device, limits) as pool:
+            strangers = describe_all(pool, [spec for spec in specs if spec not in found], device)
         found |= {spec: described.problem for spec, described in strangers.items()}
     return {spec: found[spec] for spec in specs}
 
 
-def describe_all(specs: Sequence[str], device: str, limits: Limits) -> dict[str, Described]:
+def describe_all(engine: Engine, specs: Sequence[str], device: str) -> dict[str, Described]:
     """What each backend says of itself in a worker. Raises: ValueError as ``problems_of`` does."""
     todo = [Task("oracles.pool:describe", {"spec": spec, "device": device}) for spec in specs]
 
@@ -262,16 +265,15 @@ def describe_all(specs: Sequence[str], device: str, limits: Limits) -> dict[str,
         return todo.pop(0) if todo else None
 
     found = {}
-    with judges(1, device, limits) as pool:
-        for outcome in pool.outcomes(source):
-            if outcome is None:
-                continue
-            spec = outcome.task.argument["spec"]
-            if outcome.end != DONE:
-                told = outcome.why.removeprefix("ValueError: ")
-                raise ValueError(told if outcome.end == RAISED else f"backend {spec!r}: its import: {told}")
-            found[spec] = Described(*outcome.messages[-1][1])
-    return found
+    for outcome in engine.outcomes(source):
+        if outcome is None:
+            continue
+        spec = outcome.task.argument["spec"]
+        if outcome.end != DONE:
+            told = outcome.why.removeprefix("ValueError: ")
+            raise ValueError(told if outcome.end == RAISED else f"backend {spec!r}: its import: {told}")
+        found[spec] = Described(*outcome.messages[-1][1])
+    return {spec: found[spec] for spec in specs}
 
 
 def describe(argument: Mapping[str, Any], say: Say) -> None:

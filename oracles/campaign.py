@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mla_ref.case import Case
 from oracles.coverage import BLOCK, draw
@@ -23,7 +23,7 @@ from oracles.shrink import smallest
 from oracles.tally import Kind, Tally
 from oracles.verdict import CRASH, TIMEOUT, Verdict
 from oracles.verify import DEFAULT, find_backend
-from oracles.worker import DONE, ITEM, RAISED, STEP, Limits, Outcome, Say, Task
+from oracles.worker import DONE, ITEM, RAISED, STEP, Engine, Limits, Outcome, Say, Task
 
 # Cases of one drawing, and how many are to wait for each worker.
 DRAWN, AHEAD = 32, 2
@@ -33,15 +33,6 @@ MAX_SMALL, SMALL_SECONDS = 16, 30.0
 
 # Turns without end, as ``matrix.trials`` counts them.
 TURNS = 1 << 40
-
-
-class Engine(Protocol):
-    """Where tasks run: a ``worker.Pool``, or a cluster. size: how many slots it has."""
-
-    size: int
-
-    def outcomes(self, source: Callable[[int], Task | None]) -> Iterator[Outcome | None]:
-        """As ``Pool.outcomes``."""
 
 
 class Plan(NamedTuple):
@@ -122,7 +113,7 @@ class _Deck:
 
     plan: Plan
     size: int
-    done: set[int] = field(default_factory=set)
+    done: frozenset[int]
     ready: deque[_Judging] = field(default_factory=deque)
     first: deque[_Work] = field(default_factory=deque)
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -172,27 +163,40 @@ class _Deck:
         return block, offset
 
 
+def known(plan: Plan, journal: Journal, tally: Tally) -> frozenset[int]:
+    """Count in what a run directory holds already, and return its numbers.
+
+    Raises: ValueError naming the file and the line that cannot be read.
+    """
+    for failure in RunDirectory(journal.path).kinds():
+        tally.first[failure.kind] = failure.verdict
+        tally.small.add(failure.kind)
+    done = set()
+    for record in journal.records():
+        done.add(record.number)
+        tally.add(plan.backend(record.number), record)
+    tally.resumed = len(done)
+    return frozenset(done)
+
+
 def campaign(
-    plan: Plan, engine: Engine, journal: Journal | None, tally: Tally, over: Callable[[], bool]
+    plan: Plan,
+    engine: Engine,
+    journal: Journal | None,
+    tally: Tally,
+    over: Callable[[], bool],
+    done: frozenset[int] = frozenset(),
 ) -> Iterator[Failure | None]:
-    """Judge number after number; what is known is in ``tally`` at any time.
+    """Judge number after number but those that are done; what is found is in ``tally`` at any time.
 
     Yields each kind of failure once it is as small as it gets, and None very often, so that the caller can
-    show how far it is. What the journal has already is counted in and not judged again.
+    show how far it is.
 
     over: whether no more numbers are to be begun.
     """
-    deck, running, keys = _Deck(plan, engine.size), {}, itertools.count()
-    small = set(tally.first)
-    if journal is not None:
-        for known in RunDirectory(journal.path).kinds():
-            tally.first[known.kind] = known.verdict
-            small.add(known.kind)
-        for record in journal.records():
-            deck.done.add(record.number)
-            tally.add(plan.backend(record.number), record)
-        tally.resumed = len(deck.done)
-        deck.first += [_Shrinking(kind, tally.first[kind]) for kind in tally.found if kind not in small]
+    deck, keys = _Deck(plan, engine.size, done), itertools.count()
+    deck.first += [_Shrinking(kind, tally.first[kind]) for kind in tally.found if kind not in tally.small]
+    running: dict[int, _Work] = {}
 
     def source(slot: int) -> Task | None:
         work = deck.next(slot, over())
@@ -211,6 +215,7 @@ def campaign(
         elif isinstance(work, _Shrinking):
             failure = _smaller(work, outcome)
             tally.first[failure.kind] = failure.verdict
+            tally.small.add(failure.kind)
             if journal is not None:
                 journal.append_failure(failure)
             yield failure

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -20,15 +20,15 @@ from rich.table import Table
 from rich.text import Text
 
 from mla_ref.problem import problem as find_problem
-from oracles.campaign import Engine, Plan, campaign
+from oracles.campaign import Plan, campaign, known
 from oracles.console import describe, label, python_code
 from oracles.oracle import rules
 from oracles.plan_cli import size
 from oracles.pool import describe_all, judges
-from oracles.run_directory import Journal, manifest_of, open_run
+from oracles.run_directory import Failure, manifest_of, open_run
 from oracles.tally import Count, Tally
 from oracles.verify import backends, oracles_for, use_device
-from oracles.worker import Limits, share_of_memory
+from oracles.worker import Engine, Limits, share_of_memory
 
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 ENGINES = ("processes", "ray")
@@ -36,6 +36,7 @@ MAX_ON_GPU = 16
 MAX_FAILURES, MAX_CODE = 10, 3
 LINE_EVERY, FRAME_EVERY = 10.0, 0.2
 INTERRUPTED = 130
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 Timeout = Annotated[str, typer.Option(help="Most for one function of a backend on one case: 60s, 10m.")]
 Memory = Annotated[
@@ -106,17 +107,21 @@ def fuzz(
             limit = budget_of(budget)
             workers = jobs or (cores() if torch.device(device).type == "cpu" else min(cores(), MAX_ON_GPU))
             limits = Limits(duration(timeout), memory_size(memory) if memory else share_of_memory(workers))
-            plan, reasons = _plan(backend, problem, oracle, seed, device, limits, limit.cases)
+            pool = stack.enter_context(_engine(engine, device, limits, workers))
+            named = list(dict.fromkeys(backend or backends()))
+            plan, reasons = _plan(pool, named, problem, oracle, seed, device, limits, limit.cases)
             tally = Tally({spec: Count() for spec in plan.problems}, reasons=reasons)
-            journal = None
+            journal, done = None, frozenset[int]()
             if out is not None and plan.problems:
                 manifest = _manifest(plan, {"engine": engine, "jobs": workers})
                 journal = stack.enter_context(open_run(out, manifest))
-            pool = stack.enter_context(_engine(engine, plan, workers))
+                done = known(plan, journal, tally)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         start = time.monotonic()
-        interrupted = not _ended(plan, pool, journal, tally, limit, start)
+        end = start + limit.seconds if limit.seconds is not None else math.inf
+        events = campaign(plan, pool, journal, tally, lambda: time.monotonic() > end, done)
+        interrupted = not _ended(events, plan, tally, start, end)
     _summarise(console, tally, time.monotonic() - start)
     if interrupted:
         return INTERRUPTED
@@ -124,7 +129,8 @@ def fuzz(
 
 
 def _plan(
-    specs: Names,
+    engine: Engine,
+    specs: Sequence[str],
     named: Names,
     oracles: Names,
     seed: int,
@@ -138,7 +144,7 @@ def _plan(
     for name in oracles or ():
         if name not in rules():
             raise ValueError(f"oracle {name!r} is not one of {', '.join(rules())}")
-    described = describe_all(list(dict.fromkeys(specs or backends())), device, limits)
+    described = describe_all(engine, specs, device)
     wanted = {spec: found for spec, found in described.items() if not named or found.problem in named}
     claims = {
         found.problem: tuple(
@@ -169,31 +175,25 @@ def _manifest(plan: Plan, partition: dict[str, object]) -> dict[str, object]:
     return manifest_of(run, partition, plan.device)
 
 
-def _engine(name: str, plan: Plan, workers: int) -> AbstractContextManager[Engine]:
+def _engine(name: str, device: str, limits: Limits, workers: int) -> AbstractContextManager[Engine]:
     """Raises: ValueError if there is no such engine."""
     if name == "processes":
-        return judges(workers, plan.device, plan.limits, threads=1)
+        return judges(workers, device, limits, threads=1)
     raise ValueError(f"--engine {name!r} is not one of {', '.join(ENGINES)}")
 
 
-def _ended(
-    plan: Plan, engine: Engine, journal: Journal | None, tally: Tally, limit: Budget, start: float
-) -> bool:
-    """Run to the end of the budget, showing how far it is. False if it was interrupted before."""
-    end = start + limit.seconds if limit.seconds is not None else math.inf
+def _ended(events: Iterator[Failure | None], plan: Plan, tally: Tally, start: float, end: float) -> bool:
+    """Run to the end, showing how far it is. False if it was interrupted before."""
     screen = Console(stderr=True, highlight=False)
     live = Live(console=screen, transient=True, auto_refresh=False) if screen.is_terminal else None
     shown = start
-    with _terminated_like_interrupted(), live or nullcontext():
+    with _interruptible(), live or nullcontext():
         try:
-            for failure in campaign(plan, engine, journal, tally, lambda: time.monotonic() > end):
+            for failure in events:
                 now = time.monotonic()
                 if failure is not None:
-                    _print(
-                        screen,
-                        f"new: {' '.join(describe(failure.verdict)[:1])}",
-                        f"  {label(failure.verdict.case)}",
-                    )
+                    found = failure.verdict
+                    _print(screen, f"new: {describe(found)[0]}", f"  {label(found.case)}")
                 if now - shown > (LINE_EVERY if live is None else FRAME_EVERY):
                     shown = now
                     line = _progress(tally, plan, now - start, end - now)
@@ -216,16 +216,17 @@ def _progress(tally: Tally, plan: Plan, seconds: float, left: float) -> str:
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """A request to end, as schedulers send it, is Ctrl-C."""
+def _interruptible() -> Iterator[None]:
+    """What schedulers send to end a process is Ctrl-C; and so is SIGINT, where a shell has it ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in ENDING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _summarise(console: Console, tally: Tally, seconds: float) -> None:

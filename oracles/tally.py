@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from mla_ref.case import Case
-from oracles.claims import stage_of
+from oracles.matrix import stage_of
 from oracles.run_directory import Record
 from oracles.verdict import BROKEN, HELD, NOT_RUN, Verdict
 
@@ -35,12 +35,13 @@ class Tally:
     """Counts by backend, and how often each kind of failure was found.
 
     first: a verdict of each kind, on a small case where one was found. reasons: of backends not tried.
-    resumed: how many of the cases were known when the campaign went on.
+    small: kinds for which one was looked for. resumed: cases that were known when the campaign went on.
     """
 
     counts: dict[str, Count]
     found: dict[Kind, int] = field(default_factory=dict)
     first: dict[Kind, Verdict] = field(default_factory=dict)
+    small: set[Kind] = field(default_factory=set)
     reasons: dict[str, str] = field(default_factory=dict)
     resumed: int = 0
 

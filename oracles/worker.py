@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 # The first word of a message: a step restarts the clock, an item is just said.
 STEP, ITEM = "step", "item"
@@ -73,6 +73,15 @@ class Outcome(NamedTuple):
     messages: list[Message]
     end: str
     why: str = ""
+
+
+class Engine(Protocol):
+    """Where tasks run: a ``Pool``, or a cluster. size: how many slots it has."""
+
+    size: int
+
+    def outcomes(self, source: Callable[[int], Task | None]) -> Iterator[Outcome | None]:
+        """As ``Pool.outcomes``."""
 
 
 class Limits(NamedTuple):

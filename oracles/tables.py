@@ -16,6 +16,8 @@ from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from mla_ref.scan import scan
 from mla_ref.values import REGIMES
+from oracles.field import RULES
+from oracles.kill_matrix import recorded
 from oracles.matrix import STAGES
 from oracles.mutants import mutants
 from oracles.oracle import rules
@@ -151,6 +153,28 @@ def _mutants() -> Table:
     return Table(("mutant", "problems", "killed by"), tuple(rows))
 
 
+def _kills() -> Table:
+    """The recorded kill matrix: what each mutant dies of, how soon, and how often others' rules see it."""
+    rows = (
+        (
+            row.mutant,
+            row.problem,
+            f"{row.killed} of {row.cases}",
+            f"{row.cases_to_kill(0.5)}, {row.cases_to_kill(0.95)}",
+            f"{row.quickest[0]} {row.quickest[1]:.2f}" if row.quickest else "-",
+            ", ".join(f"{name} {row.by[name]}" for name in row.beyond_values[:3]) or "-",
+            *(str(row.field.get(name, "")) for name in RULES),
+        )
+        for row in recorded()
+    )
+    header = ("mutant", "problem", "killed", "cases, 50 and 95 %", "quickest, s", "surest beyond values")
+    return Table((*header, *RULES), tuple(rows))
+
+
+def _field() -> Table:
+    return Table(("rule", "from"), tuple((rule.name, rule.source) for rule in RULES.values()))
+
+
 def _regimes() -> Table:
     return Table(("regime", "values"), tuple((name, _regime_line(name)) for name in REGIMES))
 
@@ -188,6 +212,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "oracles": _oracles,
     "claims": _claims,
     "mutants": _mutants,
+    "kills": _kills,
+    "field": _field,
     "regimes": _regimes,
     "shapes": _shapes,
     "lengths": _lengths,

@@ -1,12 +1,14 @@
 """A conformance run cut into tests: one for each problem, oracle and stage that a backend is held to.
 
-The verdicts are those of ``mla-verify run`` on the same backend: same matrix, same turns. They are made once in
-a process for all tests of a stage, on first use, and only of the oracles that somebody is waiting for.
+The verdicts are those of ``mla-verify run`` on the same backend: same matrix, same turns. They are made once
+in a process for all tests of a stage, on first use, and only of the oracles that somebody is waiting for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
+
+import torch
 
 from mla_ref.case import Case
 from mla_ref.formats import cache_format, formats
@@ -15,16 +17,33 @@ from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
 from oracles.console import describe, distinct, reasons
-from oracles.matrix import Job, jobs_of, trials
-from oracles.pool import judge_job
-from oracles.verdict import BROKEN, NOT_RUN, UNAVAILABLE, Verdict
-from oracles.verify import find_backend, use_device
+from oracles.coverage import draw
+from oracles.fuzz_cli import duration
+from oracles.matrix import Job, jobs_of, load, stage_of, trials
+from oracles.pool import judge_all
+from oracles.shrink import smallest
+from oracles.verdict import BROKEN, ERROR, FAIL, NOT_RUN, UNAVAILABLE, Verdict
+from oracles.verify import use_device
+from oracles.worker import Limits
+
+DRAWN = "drawn"
+
+# How long a function may take for a case where nobody says it.
+PATIENCE = "10m"
+
+# How often a case that failed is judged again while it is made small.
+SHRINKING = 200
 
 
 class Selection(NamedTuple):
     """What is asked of one backend. Empty names stand for all there are.
 
+    cases: how many cases are drawn besides the matrix, in the stage ``DRAWN``; only ``problem`` and
+        ``oracle`` narrow those.
     require: whether it is a failure that the backend cannot run here.
+    timeout: how long one of its functions may take for a case, such as "60s". It then runs in a process of
+        its own, and whatever ends that is a failure; "0": in this process. Empty: ``PATIENCE``, but "0" on
+        a CPU.
     """
 
     backend: str
@@ -35,7 +54,9 @@ class Selection(NamedTuple):
     device: str = "cpu"
     seed: int = 0
     full: bool = False
+    cases: int = 0
     require: bool = False
+    timeout: str = ""
 
 
 class Claim(NamedTuple):
@@ -52,26 +73,18 @@ class Claim(NamedTuple):
         return f"{self.selection.backend}/{self.problem}/{self.oracle}/{self.stage}"
 
 
-def stage_of(case: Case) -> str:
-    """decode: one query a request at most; prefill: nothing cached before; mtp: up to four; else chunked."""
-    if max(case.q_lens, default=0) <= 1:
-        return "decode"
-    if case.q_lens == case.kv_lens:
-        return "prefill"
-    return "mtp" if max(case.q_lens) <= 4 else "chunked"
-
-
 def claims_of(selection: Selection) -> list[Claim]:
     """Every claim that some case of the selection is judged by, stage by stage.
 
     Raises: ValueError in one line if a name is unknown, or no case is left.
     """
     use_device(selection.device)
-    variants = tuple(find_backend(selection.backend).variants)
+    _limits(selection)
+    variants = tuple(load(selection.backend).variants)
     found: dict[tuple[str, str], dict[str, None]] = {}
-    for job in _jobs(selection):
+    for stage, job in _jobs(selection):
         judging = {oracle for _, oracles in trials(job, variants) for oracle in oracles}
-        kept = found.setdefault((job.case.problem, stage_of(job.case)), {})
+        kept = found.setdefault((job.case.problem, stage), {})
         kept.update(dict.fromkeys(oracle for oracle in job.oracles if oracle in judging))
     if not found:
         raise ValueError(f"backend {selection.backend!r}: nothing that was selected is judged")
@@ -83,8 +96,9 @@ def claims_of(selection: Selection) -> list[Claim]:
 
 
 @cache
-def _jobs(selection: Selection) -> list[Job]:
-    return jobs_of(
+def _jobs(selection: Selection) -> list[tuple[str, Job]]:
+    """Every case, by stage."""
+    jobs = jobs_of(
         specs=[selection.backend],
         problems=[find_problem(name) for name in selection.problem or problems()],
         configs=[find_preset(name) for name in selection.preset or PRESETS],
@@ -94,16 +108,35 @@ def _jobs(selection: Selection) -> list[Job]:
         seed=selection.seed,
         full=selection.full,
     )
+    return [(stage_of(job.case), job) for job in jobs] + [(DRAWN, job) for job in _drawn(selection, jobs)]
+
+
+def _drawn(selection: Selection, jobs: Sequence[Job]) -> Iterator[Job]:
+    """Cases that the backend takes, any pair of dimensions early; oracles and variants take turns again."""
+    if not jobs:
+        return
+    backend, oracles = load(selection.backend), jobs[0].oracles
+    for i in range(selection.cases):
+        case = draw(backend.problem, selection.seed, i, backend.supports)
+        turn = None if selection.full else (i, selection.cases)
+        yield Job(case, (selection.backend,), oracles, selection.device, turn)
+
+
+def _limits(selection: Selection) -> Limits | None:
+    """None: in this process. Raises: ValueError on a timeout that is no length of time."""
+    timeout = selection.timeout or ("0" if torch.device(selection.device).type == "cpu" else PATIENCE)
+    return None if timeout == "0" else Limits(duration(timeout))
 
 
 @cache
 def _judged(selection: Selection, problem: str, stage: str, wanted: tuple[str, ...]) -> list[Verdict]:
-    return [
-        verdict
-        for job in _jobs(selection)
-        if (job.case.problem, stage_of(job.case)) == (problem, stage)
-        for verdict in judge_job(job._replace(only=wanted))
+    chosen = [
+        job._replace(only=wanted)
+        for of, job in _jobs(selection)
+        if (job.case.problem, of) == (problem, stage)
     ]
+    by_job = dict(judge_all(chosen, 1, _limits(selection)))
+    return [verdict for index in range(len(chosen)) for verdict in by_job[index]]
 
 
 class Outcome(NamedTuple):
@@ -116,22 +149,41 @@ class Outcome(NamedTuple):
 def outcome_of(claim: Claim, wanted: Sequence[str]) -> Outcome:
     """The claim, judged together with the other ``wanted`` oracles of its stage."""
     judged = _judged(claim.selection, claim.problem, claim.stage, tuple(wanted))
-    verdicts = [verdict for verdict in judged if verdict.oracle == claim.oracle]
+    # A process that ended outside of every claim broke them all.
+    verdicts = [verdict for verdict in judged if verdict.oracle in (claim.oracle, "")]
     if any(verdict.status in BROKEN for verdict in verdicts):
-        return Outcome(failed="\n".join(_failures(verdicts)))
+        small = claim.stage == DRAWN
+        return Outcome(failed="\n".join(_failures(verdicts, claim.selection if small else None)))
     if any(verdict.status not in NOT_RUN for verdict in verdicts):
         return Outcome()
-    why = "; ".join(reasons(verdicts))
+    why = "; ".join(reasons(verdicts)) or "not tried: its process had ended under another claim"
     if claim.selection.require and any(verdict.status == UNAVAILABLE for verdict in verdicts):
         return Outcome(failed=f"required, but it did not run: {why}")
     return Outcome(skipped=why)
 
 
-def _failures(verdicts: Sequence[Verdict]) -> list[str]:
-    """As ``mla-verify run`` prints them: the smallest case of each kind."""
+def _failures(verdicts: Sequence[Verdict], shrinking: Selection | None) -> list[str]:
+    """As ``mla-verify run`` prints them: the smallest case of each kind, made smaller where it was drawn."""
     lines: list[str] = []
     for verdict, count in distinct(verdicts):
-        lines += describe(verdict)
+        lines += describe(verdict if shrinking is None else _smaller(verdict, shrinking))
         if count > 1:
             lines.append(f"  and   {count - 1} more like it")
     return lines
+
+
+def _smaller(verdict: Verdict, selection: Selection) -> Verdict:
+    """The same failure on the plainest case that shows it; a crash is left as it is."""
+    if verdict.status not in (FAIL, ERROR) or not verdict.oracle:
+        return verdict
+    seen = {verdict.case: verdict}
+
+    def still_fails(case: Case) -> bool:
+        job = Job(case, (selection.backend,), (verdict.oracle,), selection.device)
+        [(_, verdicts)] = judge_all([job], 1, _limits(selection))
+        same = [v for v in verdicts if (v.status, v.variant) == (verdict.status, verdict.variant)]
+        if same:
+            seen[case] = same[0]
+        return bool(same)
+
+    return seen[smallest(verdict.case, still_fails, SHRINKING)]

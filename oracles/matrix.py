@@ -172,6 +172,15 @@ def _case(i: int, problem: str, config: MLAConfig, fmt: CacheFormat, seed: int) 
     )
 
 
+def stage_of(case: Case) -> str:
+    """decode: one query a request at most; prefill: nothing cached before; mtp: up to four; else chunked."""
+    if max(case.q_lens, default=0) <= 1:
+        return "decode"
+    if case.q_lens == case.kv_lens:
+        return "prefill"
+    return "mtp" if max(case.q_lens) <= 4 else "chunked"
+
+
 class Job(NamedTuple):
     """One case, the backends that are tried on it, and the oracles that judge them, all by name.
 

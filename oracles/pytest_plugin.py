@@ -50,6 +50,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mla-device", help="where kernels run: cpu, cuda, cuda:1 (default: cpu)")
     group.addoption("--mla-seed", type=int, help="everything random follows from it (default: 0)")
     group.addoption(
+        "--mla-cases", type=int, metavar="N", help="so many drawn cases besides the matrix (default: 0)"
+    )
+    group.addoption(
+        "--mla-timeout",
+        metavar="TIME",
+        help="most for one function on one case, such as 60s, in a process of its own; 0: in this one "
+        "(default: 10m on a GPU, 0 on a CPU)",
+    )
+    group.addoption(
         "--mla-full", action="store_true", default=None, help="variants and oracles take no turns"
     )
     group.addoption(
@@ -58,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mla-xfail", metavar="FILE", help="claims that are known to fail, and why")
     for name in ("backend", *NAMES):
         parser.addini(f"mla_{name}", f"as --mla-{name}", type="args", default=[])
-    for name in ("device", "seed", "xfail"):
+    for name in ("device", "seed", "cases", "timeout", "xfail"):
         parser.addini(f"mla_{name}", f"as --mla-{name}", default="")
     for name in ("full", "require"):
         parser.addini(f"mla_{name}", f"as --mla-{name}", type="bool", default=False)
@@ -68,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """The marker is known in every suite."""
     config.addinivalue_line(
         "markers",
-        f"{MARKER}(backend, *, problem, preset, format, oracle, device, seed, full, require): "
+        f"{MARKER}(backend, problem, preset, format, oracle, device, seed, full, cases, require, timeout): "
         "hold a backend of mla-verify to every claim, one test each",
     )
     config.pluginmanager.register(Tally(), "mla-verify-tally")
@@ -120,11 +129,12 @@ def _selection(config: pytest.Config, backend: str, **changed: Any) -> Selection
     if unknown := sorted(set(changed) - set(Selection._fields)):
         known = ", ".join(Selection._fields)
         raise ValueError(f"{MARKER}: {unknown[0]!r} is not one of {known}")
-    values = {name: _option(config, name) for name in (*NAMES, "device", "seed", "full", "require")} | changed
+    values = {name: _option(config, name) for name in Selection._fields[1:]} | changed
     for name in NAMES:
         values[name] = tuple([values[name]] if isinstance(values[name], str) else values[name])
     values["device"] = values["device"] or "cpu"
-    values["seed"] = int(values["seed"] or 0)
+    for name in ("seed", "cases"):
+        values[name] = int(values[name] or 0)
     return Selection(backend, **values)
 
 

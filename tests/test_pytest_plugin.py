@@ -45,6 +45,14 @@ def narrow(case):
 def gpu(device):
     return None if device == "cuda" else "needs a GPU"
 
+def dies(*given):
+    import os
+    os._exit(7)
+
+def one_key(case):
+    return None if case.kv_lens == (1,) else "more than one key"
+
+DEADLY = Backend("deadly", "latent_attention", dies, supports=one_key)
 RIGHT = Backend("right", "latent_attention", decode_but(0), Numerics(), supports=narrow)
 WRONG = Backend("wrong", "latent_attention", decode_but(1), Numerics(), supports=narrow)
 GPU = Backend("gpu", "latent_attention", decode_but(0), requires=gpu)
@@ -188,6 +196,7 @@ def test_a_known_failure_must_be_one(project, known, message):
         (["--mla-backend=my_kernel:RIGHT", "--mla-preset=no"], "preset 'no' is not known"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-problem=rope"], "nothing that was selected is judged"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-xfail=no.txt"], "--mla-xfail"),
+        (["--mla-backend=my_kernel:RIGHT", "--mla-timeout=soon"], "time 'soon' is no length of time"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(project, words, message):
@@ -210,6 +219,23 @@ def test_a_configuration_file_says_it_once(project):
     project.makepyfile("import pytest\n@pytest.mark.mla_conformance\ndef test_kernel(): pass")
     run(project).assert_outcomes(passed=4)
     run(project, "--mla-oracle=value", "--mla-oracle=lse").assert_outcomes(passed=8)
+
+
+def test_drawn_cases_are_a_stage_of_their_own_and_their_failures_are_made_small(project):
+    words = ["--mla-cases=4", "-k", "drawn and (value or contract) and not value_scale", "--mla-seed=3"]
+    result = run(project, "--mla-backend=my_kernel:WRONG", *SMALL[:2], *words)
+    assert chosen(result) == {"failed": 1, "passed": 1}
+    out = result.stdout.str()
+    assert "my_kernel:WRONG/latent_attention/value/drawn" in out
+    assert re.search(r"^  case  latent_attention plain h=1 q=1 kv=1 bfloat16 bf16", out, re.MULTILINE)
+
+
+def test_a_kernel_that_ends_its_process_is_a_failure(project):
+    words = ["--mla-backend=my_kernel:DEADLY", *SMALL, "--mla-timeout=60s", "-k", "decode"]
+    result = run(project, *words)
+    assert chosen(result) == {"failed": 1, "skipped": 1}
+    out = result.stdout.str()
+    assert re.search(r"^CRASH my_kernel:DEADLY default (value|lse)\n.*\n  why   .*7", out, re.MULTILINE)
 
 
 def test_a_suite_that_does_not_ask_imports_nothing_of_it(project):

@@ -193,3 +193,12 @@ def from_json(text: str) -> list[Killed]:
 def recorded() -> list[Killed]:
     """The matrix that the docs show."""
     return from_json(RECORD.read_text(encoding="utf-8"))
+
+
+def put_on_record(rows: Sequence[Killed], path: Path = RECORD) -> None:
+    """Rows in place of those that the record has of the same mutants; mutants that are gone leave it."""
+    old = from_json(path.read_text(encoding="utf-8")) if path.exists() else []
+    known = {(row.mutant, row.problem): row for row in (*old, *rows)}
+    there = [(mutant.name, mutant.case.problem) for mutant in mutants()]
+    there += [(name, edit.case.problem) for name, edit in EDITS.items()]
+    path.write_text(to_json([known[key] for key in there if key in known]), encoding="utf-8")

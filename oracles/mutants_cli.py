@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import track
 
 from oracles.field import RULES
-from oracles.kill_matrix import Killed, every_mutant, matching, measure, to_json
+from oracles.kill_matrix import Killed, every_mutant, matching, measure, put_on_record, to_json
 from oracles.oracle import rules
 from oracles.source_mutants import why_not
 from oracles.verify import use_device
@@ -23,6 +23,9 @@ def mutants(
     oracle: Annotated[Names, typer.Option(help="Only by this oracle; repeatable.")] = None,
     cases: Annotated[int, typer.Option(min=1, help="Cases that each mutant is tried on.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="The whole matrix as JSON.")] = False,
+    record: Annotated[
+        bool, typer.Option(help="Put these mutants' rows into the record that the docs show.")
+    ] = False,
 ) -> int:
     """Try every mutant on its own case and on others: what kills it, after how many cases, in what time.
 
@@ -39,6 +42,8 @@ def mutants(
         measure(mutant.name, mutant.case.problem, cases, _judging(mutant.case.problem, oracle))
         for mutant in shown
     ]
+    if record:
+        put_on_record(rows)
     if as_json:
         sys.stdout.write(to_json(rows))
     else:

@@ -1,6 +1,7 @@
 """The kill matrix: what it counts, what the record holds, and what a survivor does."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from oracles.kill_matrix import (
     from_json,
     matching,
     measure,
+    put_on_record,
     recorded,
     to_json,
 )
@@ -126,6 +128,15 @@ def test_the_command_counts_survivors(capsys):
     (row,) = json.loads(capsys.readouterr().out)
     assert row["by"] == {"statistics": 1}
     assert Killed(**row).mutant in precision_mutants()
+
+
+def test_the_record_takes_new_rows_and_loses_those_of_mutants_that_are_gone(tmp_path):
+    path = tmp_path / "mutants.json"
+    row = measure("states_averaged", "merge_states", 1, ["merge_algebra"])
+    put_on_record([replace(row, mutant="nobody"), row], path)
+    assert from_json(path.read_text()) == [row]
+    put_on_record([replace(row, cases=7)], path)
+    assert [x.cases for x in from_json(path.read_text())] == [7]
 
 
 def test_tables_show_the_record():

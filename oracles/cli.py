@@ -24,7 +24,7 @@ from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
 from mla_ref.recording import served
-from oracles import bench_cli, doctor_cli, fuzz_cli, gate_cli, mutants_cli, plan_cli, probe_cli, record_cli
+from oracles import bench_cli, doctor_cli, fuzz_cli, gate_cli, mutants_cli, plan_cli, probe_cli, record_cli, report_cli
 from oracles.console import GROUPINGS, describe, distinct, label, one_line, python_code, reasons, summary
 from oracles.junit import to_junit
 from oracles.lookup import cases_in, recipe, stored
@@ -50,10 +50,12 @@ app = typer.Typer(
 app.command(context_settings=plan_cli.CONTEXT)(plan_cli.plan)
 app.command(context_settings=gate_cli.CONTEXT)(gate_cli.gate)
 app.command("doctor")(doctor_cli.doctor)
+app.command()(fuzz_cli.fuzz)
 app.command(context_settings=bench_cli.CONTEXT)(bench_cli.bench)
 app.command("mutants")(mutants_cli.mutants)
 app.command("probe")(probe_cli.probe)
 app.command("record")(record_cli.record_command)
+app.command()(report_cli.report)
 
 Names = list[str] | None
 Device = Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")]
@@ -128,7 +130,7 @@ def run(
     preset: Annotated[Names, typer.Option(help="Only this model; repeatable.")] = None,
     format_: Annotated[Names, typer.Option("--format", help="Only this cache format; repeatable.")] = None,
     oracle: OnlyOracles = None,
-    case: Annotated[Names, typer.Option(help="A recording or a case, not the matrix; repeatable.")] = None,
+    case: Annotated[Names, typer.Option(help="A file, a case or corpus, not the matrix; repeatable.")] = None,
     device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="Variants and oracles take no turns.")] = False,

@@ -1,0 +1,552 @@
+"""Campaigns: numbers follow from the seed, counts add up however often it was killed, failures are small."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mla_ref.case import Case
+from mla_ref.presets import PRESETS
+from oracles import campaign as campaign_module
+from oracles.campaign import Plan, campaign, drawn, known, shrunk
+from oracles.cli import main
+from oracles.coverage import BLOCK, draw
+from oracles.fuzz_cli import at_most, budget_of, duration, memory_size
+from oracles.pool import judge_job, judged
+from oracles.run_directory import VERDICTS, RunDirectory, manifest_of, open_run
+from oracles.tally import Count, Tally, kind_of
+from oracles.verdict import BROKEN, CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict, Worst
+from oracles.verify import judge
+from oracles.worker import CRASHED, DONE, ITEM, RAISED, Limits, Outcome
+
+ROOT = Path(__file__).parent.parent
+LIMITS = Limits(60.0)
+HANDLERS = {"drawn": drawn, "judged": judged, "shrunk": shrunk}
+
+# A kernel of rope that is wrong, raises, dies or hangs on some numbers of heads, and says so on import.
+STRANGER = """
+import os, sys, time
+from mla_ref.backend import Backend
+from mla_ref.rope import BACKEND as RIGHT
+
+def fn(x, *rest):
+    heads = x.shape[1]
+    if heads == {wrong}:
+        out = RIGHT.fn(x, *rest)
+        return out._replace(**{{out._fields[0]: out[0] + 1}})
+    if heads == {raises}:
+        raise LookupError("lost")
+    if heads == {dies}:
+        os.write(2, b"a last word")
+        os.abort()
+    if heads == {hangs}:
+        time.sleep(1000)
+    print("a line that does not end", end="", flush=True)
+    return RIGHT.fn(x, *rest)
+
+BACKEND = Backend("stranger", "rope", fn, RIGHT.numerics)
+"""
+
+
+class Inline:
+    """An engine of so many slots in this process; slots end in an order of its own."""
+
+    def __init__(self, size=2):
+        self.size = size
+
+    def outcomes(self, source):
+        while tasks := [task for slot in range(self.size) if (task := source(slot)) is not None]:
+            for task in reversed(tasks):
+                messages = []
+                argument = json.loads(json.dumps(task.argument))
+                handler = HANDLERS[task.handler.partition(":")[2]]
+                handler(
+                    argument, lambda kind, body, to=messages: to.append((kind, json.loads(json.dumps(body))))
+                )
+                yield Outcome(task, messages, DONE)
+            yield None
+
+
+def plan_of(num_cases, specs=("mla_ref.rope",), oracles=("value",), seed=3):
+    problems = {spec: spec.removeprefix("mla_ref.") for spec in specs}
+    return Plan(problems, dict.fromkeys(problems.values(), oracles), seed, "cpu", LIMITS, num_cases)
+
+
+def run(plan, path=None, engine=None, over=lambda: False):
+    tally = Tally({spec: Count() for spec in plan.problems})
+    engine = engine or Inline()
+    if path is None:
+        return tally, list(campaign(plan, engine, None, tally, over))
+    manifest = manifest_of({"backends": list(plan.problems), "seed": plan.seed}, {"jobs": engine.size}, "cpu")
+    with open_run(path, manifest) as journal:
+        done = known(plan, journal, tally)
+        return tally, list(campaign(plan, engine, journal, tally, over, done))
+
+
+def cases_of(path):
+    return {record.number: Case.from_json(json.dumps(record.case)) for record in RunDirectory(path).records()}
+
+
+def counts(tally):
+    return {spec: vars(count) | {"worst": None} for spec, count in tally.counts.items()}
+
+
+def test_number_n_is_the_same_case_whoever_judges_it(tmp_path):
+    specs = ("mla_ref.rope", "mla_ref.merge_states")
+    for name, slots in (("one", 1), ("five", 5)):
+        run(plan_of(2 * BLOCK + 41, specs), tmp_path / name, Inline(slots))
+    one, five = cases_of(tmp_path / "one"), cases_of(tmp_path / "five")
+    assert sorted(one) == list(range(2 * BLOCK + 41))
+    assert one == five
+    for number in (0, 1, 77, 2 * BLOCK + 40):
+        problem = ("rope", "merge_states")[number % 2]
+        supports = campaign_module._supports(specs[number % 2])
+        assert one[number] == draw(problem, 3, number // 2, supports)
+    assert cases_of(tmp_path / "one") != {n: draw("rope", 4, n) for n in one}
+
+
+def test_functions_and_claims_take_turns():
+    plan = plan_of(None, ("mla_ref.split",))._replace(problems={"mla_ref.split": "attention"})
+    plan = plan._replace(oracles={"attention": ("value", "poison", "causal")})
+    case = Case(problem="attention", config=PRESETS["a.x-k2"].shard(16), q_lens=(1,), kv_lens=(2,))
+    met = Counter(
+        (verdict.variant, verdict.oracle) for n in range(64) for verdict in judge_job(plan.job(n, case))
+    )
+    variants = {variant for variant, _ in met}
+    assert len(variants) == 1 + len(set(variants) - {"default"})
+    assert met["default", "value"] == 64
+    assert all(met[variant, "value"] >= 8 for variant in variants)
+    assert {oracle for _, oracle in met} == {"value", "poison", "causal"}
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_counts_add_up_when_it_is_ended_and_goes_on(times, tmp_path):
+    plan = plan_of(90)
+    whole, _ = run(plan, tmp_path / "whole")
+    for _ in range(times):
+        asked = itertools.count()
+        run(plan, tmp_path / "parts", over=lambda asked=asked: next(asked) > 20)
+        assert len(cases_of(tmp_path / "parts")) < 90
+    parts, _ = run(plan, tmp_path / "parts", Inline(3))
+    assert counts(parts) == counts(whole)
+    assert cases_of(tmp_path / "parts") == cases_of(tmp_path / "whole")
+    assert parts.resumed > 0
+
+
+# Where in the writing of a line the process is killed: after so many bytes of the n-th line.
+KILLED = [(1, 0), (1, 1), (4, 100), (7, 10**6)]
+
+
+@pytest.mark.parametrize(("line", "size"), KILLED)
+def test_counts_add_up_when_it_is_killed_in_a_write(line, size, tmp_path):
+    plan = plan_of(24)
+    if (child := os.fork()) == 0:
+        written = itertools.count(1)
+        write = os.write
+
+        def deadly(file, data):
+            if next(written) == line:
+                write(file, bytes(data)[:size])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(file, data)
+
+        campaign_module.RunDirectory  # noqa: B018, what is patched is the module below
+        os.write = deadly
+        run(plan, tmp_path / "parts")
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    parts, _ = run(plan, tmp_path / "parts")
+    whole, _ = run(plan)
+    assert counts(parts) == counts(whole)
+    assert parts.resumed == (line if size == 10**6 else line - 1)
+    assert sorted(cases_of(tmp_path / "parts")) == list(range(24))
+
+
+def test_a_backend_whose_supports_dies_is_judged_on_cases_drawn_without_it():
+    class Dying(Inline):
+        def outcomes(self, source):
+            def deadly(slot):
+                task = source(slot)
+                asked = task is not None and task.argument.get("backend") is not None
+                return task._replace(handler="x:died") if asked else task
+
+            HANDLERS["died"] = lambda argument, say: None
+            for outcome in super().outcomes(deadly):
+                died = outcome is not None and outcome.task.handler == "x:died"
+                yield outcome._replace(end=CRASHED, why="SIGSEGV") if died else outcome
+
+    tally, _ = run(plan_of(5), engine=Dying())
+    assert tally.total("cases") == 5
+
+
+def test_a_backend_for_which_no_case_is_found_is_not_tried():
+    class Nothing(Inline):
+        def outcomes(self, source):
+            for outcome in super().outcomes(source):
+                drawing = outcome is not None and outcome.task.handler.endswith("drawn")
+                yield (
+                    Outcome(outcome.task, [("step", "drawing")], RAISED, "ValueError: rope: none")
+                    if drawing
+                    else outcome
+                )
+
+    tally, _ = run(plan_of(None), engine=Nothing())
+    assert tally.reasons == {"mla_ref.rope": "rope: none"}
+    assert tally.total("cases") == 0
+
+
+def failing(case, oracle="value", variant="default"):
+    return Verdict(status=FAIL, backend="liar", variant=variant, oracle=oracle, case=case, device="cpu")
+
+
+def test_a_failure_is_made_small_and_stays_of_its_kind(tmp_path, monkeypatch):
+    (tmp_path / "liar_small.py").write_text(STRANGER.format(wrong=4, raises=0, dies=0, hangs=0))
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = plan_of(40)._replace(problems={"liar_small": "rope"})
+    tally, events = run(plan, tmp_path / "run")
+    failures = [event for event in events if event is not None]
+    assert failures
+    assert tally.counts["liar_small"].failed == sum(tally.found.values())
+    for failure in failures:
+        case, verdict = failure.verdict.case, failure.verdict
+        assert (verdict.status, verdict.oracle, verdict.backend) == (FAIL, "value", "liar_small")
+        assert (case.config.num_heads, case.q_lens, case.regime) == (4, (1,), "plain")
+        assert judge(__import__("liar_small").BACKEND, case, oracles=["value"])[0].status == FAIL
+        assert tally.first[failure.kind] == verdict
+    assert [v.case for v in RunDirectory(tmp_path / "run").failures()] == [f.verdict.case for f in failures]
+    again, events = run(plan, tmp_path / "run")
+    assert not any(events), "what was made small is not made small again"
+    assert again.first == tally.first
+
+
+def test_a_kind_that_was_not_made_small_in_time_is_when_it_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "liar_late.py").write_text(STRANGER.format(wrong=4, raises=0, dies=0, hangs=0))
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = plan_of(40)._replace(problems={"liar_late": "rope"})
+    monkeypatch.setattr(campaign_module, "MAX_SMALL", 0)
+    tally, events = run(plan, tmp_path / "run")
+    assert not any(events)
+    _, events = run(plan, tmp_path / "run")
+    assert {event.kind for event in events if event} == set(tally.found)
+
+
+def test_failures_of_one_kind_are_counted_once():
+    case = Case(problem="rope", config=PRESETS["a.x-k2"], q_lens=(1,), kv_lens=(1,))
+
+    def verdict(place, num_bad=60, **changes):
+        worst = Worst(tensor="out", index=(0,), got=1.0, want=0.0, bound=0.1, ratio=10.0, place=place)
+        fields = {"num_bad": num_bad, "num_checked": 100, "worst": worst, **changes}
+        return Verdict(
+            **{
+                "status": FAIL,
+                "backend": "b",
+                "variant": "v",
+                "oracle": "o",
+                "case": case,
+                "device": "cpu",
+                **fields,
+            }
+        )
+
+    same = {kind_of(verdict("head 1")), kind_of(verdict("head 2", num_bad=70))}
+    assert len(same) == 1
+    others = [
+        verdict("head 1", num_bad=1),
+        verdict("head 1", oracle="p"),
+        verdict("head 1", variant="w"),
+        verdict("head 1", backend="c"),
+        verdict("head 1", status=ERROR),
+        verdict("head 1", case=Case(problem="rope", config=PRESETS["a.x-k2"], q_lens=(9,), kv_lens=(9,))),
+    ]
+    assert len(same | {kind_of(other) for other in others}) == 1 + len(others)
+
+
+def test_a_deadly_case_is_made_small_in_a_workers_worker(tmp_path, monkeypatch):
+    (tmp_path / "liar_deadly.py").write_text(STRANGER.format(wrong=0, raises=0, dies=2, hangs=0))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(campaign_module, "SMALL_SECONDS", 4.0)
+    config = PRESETS["a.x-k2"].shard(PRESETS["a.x-k2"].num_heads // 2)
+    case = Case(problem="rope", config=config, q_lens=(7, 5), kv_lens=(7, 5), regime="peaky")
+    verdict = Verdict(
+        status=CRASH, backend="liar_deadly", variant="default", oracle="value", case=case, device="cpu"
+    )
+    said = []
+    argument = {"verdict": json.loads(verdict.to_json()), "oracles": ["value"], "limits": [20.0, None]}
+    shrunk(argument, lambda kind, body: said.append((kind, body)))
+    smaller = [Verdict.from_json(json.dumps(body)) for kind, body in said if kind == ITEM]
+    assert smaller
+    assert {v.status for v in smaller} == {CRASH}
+    assert re.search(
+        r'died of SIGABRT in fn, liar_deadly\.py:\d+; it last printed ".*a last word"', smaller[-1].detail
+    )
+    assert sum(smaller[-1].case.q_lens) < 12
+
+
+def test_every_fault_of_a_stranger_is_a_verdict_and_the_campaign_goes_on(tmp_path, monkeypatch, capsys):
+    (tmp_path / "liar_all.py").write_text(STRANGER.format(wrong=3, raises=5, dies=64, hangs=20))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(campaign_module, "MAX_SMALL", 0)
+    words = ["fuzz", "--backend", "liar_all", "--oracle", "value", "--timeout", "1s", "--budget", "24cases"]
+    assert main([*words, "--jobs", "1", "--out", "run"]) == 1
+    out = capsys.readouterr().out
+    ends = {3: FAIL, 5: ERROR, 64: CRASH, 20: TIMEOUT}
+    found = {number: [] for number in range(24)}
+    for record in RunDirectory(tmp_path / "run").records():
+        heads = record.case["config"]["num_heads"]
+        found[record.number] = [verdict["status"] for verdict in record.verdicts]
+        # Nothing is wrong with no tokens.
+        wrong = PASS if heads == 3 and not sum(record.case["q_lens"]) else ends.get(heads, PASS)
+        assert found[record.number] == [wrong]
+    met = Counter(status for statuses in found.values() for status in statuses)
+    assert set(met) == {PASS, *ends.values()}
+    for words in (
+        "LookupError: lost",
+        "died of SIGABRT in fn, liar_all.py:",
+        "took longer than 1 s in fn, liar_all.py:",
+    ):
+        assert words in out
+    broken = sum(met[status] for status in BROKEN)
+    assert re.search(rf"^24 cases, {met[PASS]} claims held, {broken} failed, 0 not run, in ", out, re.M)
+    assert re.search(rf"; {broken} of 24 cases fail: {broken / 24:.2g} seen$", out, re.M)
+    assert out.count("  again mla-verify replay ") == len(
+        {line for line in out.splitlines() if "  case  " in line}
+    )
+
+    assert main(["show", "run"]) == 0
+    assert "liar_all" in capsys.readouterr().out
+    assert main(["replay", "run"]) == 2
+    assert "only run if you name it" in capsys.readouterr().err
+    first = next(number for number, [status] in sorted(found.items()) if status == CRASH)
+    order = [record.number for record in RunDirectory(tmp_path / "run").records()]
+    index = ["--index", str(order.index(first)), "--oracle", "value"]
+    assert main(["replay", "run", *index, "--backend", "liar_all"]) == 1
+    assert "CRASH liar_all default value" in capsys.readouterr().out
+
+
+def test_interrupted_then_killed_then_run_to_its_end(tmp_path):
+    """With processes of its own, and the signals of a terminal and of what kills for want of memory."""
+    for package in ("mla_ref", "mla_fast", "oracles"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / "code" / package, ignore=ignored)
+    command = [
+        *(sys.executable, "-c", "import sys; from oracles.cli import main\nsys.exit(main())"),
+        *("fuzz", "--backend", "mla_ref.rope", "--oracle", "value", "--budget", "400cases", "--jobs", "1"),
+        *("--out", str(tmp_path / "run")),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "code")}
+    file = tmp_path / "run" / VERDICTS
+
+    def begun(lines, number):
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        while process.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < lines):
+            time.sleep(0.005)
+        process.send_signal(number)
+        return process, *process.communicate()
+
+    process, out, err = begun(5, signal.SIGINT)
+    interrupted = len(cases_of(tmp_path / "run"))
+    assert process.returncode == 130, err
+    assert re.search(rf"^{interrupted} cases, {interrupted} claims held, 0 failed, 0 not run, in ", out, re.M)
+    process, _, _ = begun(interrupted + 10, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    killed = len(cases_of(tmp_path / "run"))
+    assert interrupted < killed < 400
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(
+        r"^400 cases, 400 claims held, 0 failed, .*; 0 of 400 cases fail: below 0.0075$", ended.stdout, re.M
+    )
+    assert sorted(cases_of(tmp_path / "run")) == list(range(400))
+
+
+EVIL = """
+from pathlib import Path
+Path("it_ran").touch()
+from mla_ref.rope import BACKEND
+"""
+
+
+def test_what_a_stranger_sends_runs_no_code_unless_its_module_is_named(tmp_path, monkeypatch, capsys):
+    """A verdict, a file of them, a run directory: none of them is enough to have a module imported."""
+    (tmp_path / "evil.py").write_text(EVIL)
+    monkeypatch.chdir(tmp_path)
+    case = Case(problem="rope", config=PRESETS["a.x-k2"].shard(32), q_lens=(1,), kv_lens=(1,))
+    verdict = Verdict(
+        status=CRASH, backend="evil", variant="default", oracle="value", case=case, device="cpu"
+    )
+    with open_run(Path("run"), manifest_of({"backends": ["evil"], "seed": 0}, {}, "cpu")) as journal:
+        journal.append(campaign_module.Record(0, json.loads(case.to_json()), [verdict.without_case()]))
+    Path("verdicts").write_text(verdict.to_json() + "\n")
+    for given in ("run", "verdicts", verdict.to_json()):
+        assert main(["replay", given]) == 2
+        assert "only run if you name it" in capsys.readouterr().err
+    for given in ("run", "verdicts"):
+        assert main(["show", given]) == 0
+    assert main(["replay", case.to_json()]) == 2
+    assert not Path("it_ran").exists()
+    assert main(["replay", "verdicts", "--backend", "evil", "--no-isolate", "--oracle", "value"]) == 0
+    assert Path("it_ran").exists()
+
+
+RUN = [
+    "run",
+    "--backend",
+    "mla_ref.rope",
+    "--preset",
+    "a.x-k2",
+    "--format",
+    "bf16",
+    "--oracle",
+    "value",
+    "--jobs",
+    "1",
+]
+
+
+def test_run_goes_on_in_its_directory_and_its_lines_are_the_same(tmp_path, capsys):
+    plain, kept = tmp_path / "plain", tmp_path / "kept"
+    assert main([*RUN, "--json", str(plain)]) == 0
+    assert main([*RUN, "--out", str(tmp_path / "run")]) == 0
+    file = tmp_path / "run" / VERDICTS
+    os.truncate(file, file.stat().st_size // 2)
+    half = len(cases_of(tmp_path / "run"))
+    capsys.readouterr()
+    assert main([*RUN, "--out", str(tmp_path / "run"), "--json", str(kept)]) == 0
+    assert "36 claims held, 0 failed" in capsys.readouterr().out
+    assert 0 < half < len(cases_of(tmp_path / "run")) == 36
+
+    def untimed(path):
+        return [re.sub(r'"seconds":[^,]+', "", line) for line in path.read_text().splitlines()]
+
+    assert untimed(kept) == untimed(plain)
+
+
+def test_a_run_directory_in_use_or_of_another_run_is_one_line(tmp_path, capsys):
+    path = str(tmp_path / "run")
+    assert main([*RUN, "--out", path]) == 0
+    capsys.readouterr()
+    for words, message in (
+        ([*RUN, "--seed", "1", "--out", path], "its seed is 0, not 1: not the same run"),
+        ([*RUN, "--full", "--out", path], "its full is false, not true: not the same run"),
+    ):
+        assert main(words) == 2
+        assert re.fullmatch(rf"mla-verify: [^\n]*{re.escape(message)}\n", capsys.readouterr().err)
+    with open_run(tmp_path / "run", RunDirectory(tmp_path / "run").manifest):
+        assert main([*RUN, "--out", path]) == 2
+    assert f"process {os.getpid()} is writing here" in capsys.readouterr().err
+    file = tmp_path / "run" / VERDICTS
+    lines = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join([*lines[:4], lines[4][:50], *lines[5:]]) + b"\n")
+    assert main([*RUN, "--out", path]) == 2
+    assert f"{file}, line 5: " in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "run"
+    write = os.write
+
+    def full(file, data):
+        if os.fstat(file).st_size > 20_000:
+            write(file, bytes(data)[:50])
+            raise OSError(28, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr("oracles.run_directory.os.write", full)
+    assert main([*RUN, "--out", str(path)]) == 2
+    assert re.fullmatch(
+        r"mla-verify: [^\n]*No space left on device: '[^\n]*verdicts\.jsonl'\n", capsys.readouterr().err
+    )
+    written = len(cases_of(path))
+    monkeypatch.setattr("oracles.run_directory.os.write", write)
+    assert main([*RUN, "--out", str(path)]) == 0
+    assert 0 < written < len(cases_of(path)) == 36
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--budget", "never"],
+            r"budget 'never' is neither a time, such as 10m, nor a number, such as 5000cases",
+        ),
+        (["--budget", "0cases"], r"budget '0cases'"),
+        (["--timeout", "0s"], r"time '0s' is no length of time"),
+        (["--memory", "much"], r"size 'much'"),
+        (["--engine", "steam"], r"--engine 'steam' is not one of processes, ray"),
+        (["--problem", "nope"], r"problem 'nope' is not one of attention"),
+        (["--oracle", "nope"], r"oracle 'nope' is not one of "),
+        (["--jobs", "0"], r"0 is not in the range|greater than or equal to 1"),
+        (["--device", "nope"], r"'nope': "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
+    assert main(["fuzz", "--backend", "mla_ref.rope", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"mla-verify: [^\n]+\n", captured.err), captured.err
+    assert re.search(message, captured.err)
+
+
+def test_imports_that_fail_die_or_hang_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, source, message in (
+        (
+            "import_fails",
+            "import no_such_package",
+            r"cannot import 'import_fails': No module named 'no_such_package'",
+        ),
+        (
+            "import_dies",
+            "import os\nos.abort()",
+            r"backend 'import_dies': its import: the process died of SIGABRT",
+        ),
+        (
+            "import_exits",
+            "import sys\nsys.exit(0)",
+            r"backend 'import_exits': its import raised SystemExit: 0",
+        ),
+        (
+            "import_hangs",
+            "import time\ntime.sleep(1000)",
+            r"backend 'import_hangs': its import: took longer than 3 s",
+        ),
+    ):
+        Path(f"{name}.py").write_text(source)
+        assert main(["fuzz", "--backend", name, "--budget", "1cases", "--jobs", "1", "--timeout", "3s"]) == 2
+        err = capsys.readouterr().err
+        assert re.fullmatch(rf"mla-verify: [^\n]*{message}[^\n]*\n", err), err
+
+
+def test_lengths_of_time_and_sizes():
+    assert [duration(text) for text in ("90s", "10m", "2h", "1.5", "200ms")] == [
+        90.0,
+        600.0,
+        7200.0,
+        1.5,
+        0.2,
+    ]
+    assert budget_of("5000cases") == (None, 5000)
+    assert budget_of("1 case") == (None, 1)
+    assert budget_of("10m") == (600.0, None)
+    assert memory_size("8G") == memory_size("8GiB") == 8 << 30
+    assert memory_size("512m") == 512 << 20
+
+
+def test_the_rule_of_three():
+    assert at_most(0, 1000) == "below 0.003"
+    assert at_most(0, 2) == "below 1"
+    assert at_most(0, 0) == "-"
+    assert at_most(3, 1000) == "0.003 seen"

@@ -24,7 +24,17 @@ from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
 from mla_ref.recording import served
-from oracles import bench_cli, doctor_cli, fuzz_cli, gate_cli, mutants_cli, plan_cli, probe_cli, record_cli, report_cli
+from oracles import (
+    bench_cli,
+    doctor_cli,
+    fuzz_cli,
+    gate_cli,
+    mutants_cli,
+    plan_cli,
+    probe_cli,
+    record_cli,
+    report_cli,
+)
 from oracles.console import GROUPINGS, describe, distinct, label, one_line, python_code, reasons, summary
 from oracles.junit import to_junit
 from oracles.lookup import cases_in, recipe, stored

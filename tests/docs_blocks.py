@@ -1,9 +1,10 @@
 """The code blocks of the README and the docs: found, run, compared with what they show, and made anew.
 
 - ``python``: runs, in one namespace a page. A ``text`` block right below it is what it prints.
-- ``python title="PATH"``: a file that a reader would write. The page then runs on a copy of the packages with
-  those files in it, in a process of its own.
-- ``console``: ``$ mla-verify …`` and what it prints. With a title it is too slow to run in the suite.
+- ``python title="PATH"`` or ``text``: a file that a reader would write. The page then runs on a copy of the
+  packages with those files in it, in a process of its own.
+- ``console``: ``$ mla-verify …`` or ``$ pytest …`` and what it prints. With a title it is too slow to run in
+  the suite.
 - any other language is not run.
 
 ``python tests/docs_blocks.py [PAGE …]`` pastes the real output of every block of these pages (none named: of
@@ -29,7 +30,7 @@ from oracles.tables import pages
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-COMMAND = "$ mla-verify "
+COMMANDS = ("$ mla-verify ", "$ pytest ")
 
 
 class Block(NamedTuple):
@@ -59,7 +60,7 @@ def blocks(text: str) -> list[Block]:
 
 def files(text: str) -> dict[str, str]:
     """The files that a page's reader writes, by path."""
-    return {b.title: b.text for b in blocks(text) if b.language == "python" and b.title}
+    return {b.title: b.text for b in blocks(text) if b.language in ("python", "text") and b.title}
 
 
 def steps(text: str) -> list[Step]:
@@ -82,7 +83,7 @@ def _sessions(block: Block) -> Iterator[Step]:
     assert at[:1] == [0], f"a console block starts with a command: {block.text[:60]!r}"
     for begin, end in zip(at, [*at[1:], len(block.text)], strict=True):
         command, _, shown = block.text[begin:end].partition("\n")
-        assert command.startswith(COMMAND), f"only mla-verify runs in a console block: {command!r}"
+        assert command.startswith(COMMANDS), f"only mla-verify and pytest run in console blocks: {command!r}"
         start = block.start + begin + len(command) + 1
         stop = block.start + end
         yield Step("console", command.removeprefix("$ "), shown, start, stop, bool(block.title))
@@ -99,9 +100,17 @@ def _printed(kind: str, source: str, scope: dict[str, object]) -> str:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         if kind == "python":
             exec(compile(source, "<docs>", "exec"), scope)
+        elif source.startswith("pytest "):
+            out.write(_pytest(shlex.split(source)[1:]))
         else:
             main(shlex.split(source)[1:])
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def _pytest(words: list[str]) -> str:
+    """What pytest prints about the reader's suite, in a process of its own."""
+    command = [sys.executable, "-m", "pytest", *words, "-p", "no:cacheprovider"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def run_page(text: str, todo: Sequence[Step]) -> list[str]:
@@ -117,6 +126,7 @@ def _run_on_a_copy(written: dict[str, str], pairs: list[tuple[str, str]]) -> lis
             shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
         for path, source in written.items():
             assert not (copy / path).exists(), f"{path} exists already"
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
             (copy / path).write_text(source, encoding="utf-8")
         code = (
             f"import json, sys; sys.path[:0] = [{folder!r}, {str(ROOT / 'tests')!r}]\n"
@@ -145,7 +155,8 @@ def agree(step: Step, got: str) -> bool:
     """
     if step.shown is None:
         return got == ""
-    judged = step.kind == "console" and step.source.split()[1] in ("run", "replay")
+    words = step.source.split()
+    judged = step.kind == "console" and (words[0] == "pytest" or words[1] in ("run", "replay"))
     figures = r"-?\d+(\.\d+)?(e[+-]\d+)?" if "\nFAIL " in step.shown else r"-?\d+\.\d+(e[+-]\d+)?"
 
     def plain(text: str) -> str:

@@ -105,9 +105,8 @@ def test_one_table_alone(capsys):
 def test_without_arguments_the_commands_are_listed(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(
-        re.search(rf"^  {command}  ", out, re.MULTILINE) for command in ("list", "run", "show", "replay")
-    )
+    commands = ("list", "run", "show", "replay", "report", "record")
+    assert all(re.search(rf"^  {command}  ", out, re.MULTILINE) for command in commands)
 
 
 def test_a_right_backend_holds_every_claim_on_every_case(tmp_path, capsys):

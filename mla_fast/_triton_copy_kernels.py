@@ -176,39 +176,41 @@ def _code(quotient, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _quotient(x, scale, BOUNDED: tl.constexpr):
-    """x / scale rounded to nearest in float32, for a positive scale.
+def _quotient(x, scale, STEPS: tl.constexpr):
+    """x / scale rounded to nearest in float32, for a positive scale; anything from 512 on where it is larger.
 
-    BOUNDED: it is known to be below 512; otherwise larger ones come out as anything from 512 on.
+    The reciprocal of a tile serves all its channels, and STEPS of Newton's iteration make its product with
+    one of them the quotient, in half the instructions of a division:
 
-    The reciprocal of a tile serves all its channels, and two steps of Newton's iteration make its product
-    with one of them the quotient: after the first it is within a unit in the last place, and the second,
-    whose remainder is exact, rounds as a division does (Markstein's theorem). That takes half the
-    instructions of a division. Remainders must not underflow, so the scale is brought to 1 … 2 by a power of
-    two, and x with it. A sum of zeros is positive, so the sign is x's own. The interpreter, which rounds a
-    product before it adds, divides.
+    - 2: after the first it is within a unit in the last place, and the second, whose remainder is exact,
+      rounds as a division does (Markstein's theorem).
+    - 1, for 16-bit channels under a 448th of one of them: it is off by 2⁻⁴⁵, and no such quotient is as
+      close to where its rounding, and then its code's, would change. These are finitely many: see the test.
+
+    Remainders must not underflow, so the scale is brought to 1 … 2 by a power of two, and x with it. A sum
+    of zeros is positive, so the sign is x's own. The interpreter, which rounds a product before it adds,
+    divides.
     """
     if INTERPRETED:
         return tl.div_rn(x, scale)
     exponent = (scale.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
     power = (tl.minimum(tl.maximum(254 - exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
     divisor = scale * power
-    reciprocal = tl.div_rn(1.0, divisor)
-    dividend = x * power
-    if not BOUNDED:
-        dividend = _clamped(dividend, 2048.0)
-    quotient = dividend * reciprocal
     minus = -divisor
-    quotient = tl.fma(tl.fma(quotient, minus, dividend), reciprocal, quotient)
-    quotient = tl.fma(tl.fma(quotient, minus, dividend), reciprocal, quotient)
-    magnitude = quotient.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
-    return (magnitude | (x.to(tl.uint32, bitcast=True) & 0x80000000)).to(tl.float32, bitcast=True)
+    reciprocal = tl.div_rn(1.0, divisor)
+    dividend = tl.minimum(tl.abs(x) * power, 2048.0, propagate_nan=tl.PropagateNan.ALL)
+    quotient = dividend * reciprocal
+    for _ in tl.static_range(STEPS):
+        quotient = tl.fma(tl.fma(quotient, minus, dividend), reciprocal, quotient)
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+    return (quotient.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _tile_scale(tiles, FLOOR: tl.constexpr, POW2: tl.constexpr):
     """The scale [rows, tiles] of latent tiles; a NaN is no maximum of anything."""
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(tiles), 2), E4M3_MAX), FLOOR)
+    largest = tl.minimum(tl.max(tl.abs(tiles), 2), TILED_MAX)
+    scale = tl.maximum(tl.div_rn(largest, E4M3_MAX), FLOOR)
     if POW2:
         # Adding the largest mantissa carries into the exponent unless the mantissa is 0.
         bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -263,13 +265,15 @@ def _cache_write_kernel(
         entry = _stored(x, latent.dtype.element_ty)
     elif SCALING == "tensor":
         scale = tl.load(kv_scale)
-        entry = _code(_quotient(x, scale, False), NATIVE)
+        entry = _code(_quotient(x, scale, 2), NATIVE)
     else:
-        if kv_c.dtype.element_ty != tl.float16:
-            x = _clamped(x, TILED_MAX)
         scale = _tile_scale(x, FLOOR, POW2)
-        # A reciprocal of a power of two is exact.
-        quotient = x * tl.div_rn(1.0, scale)[:, :, None] if POW2 else _quotient(x, scale[:, :, None], True)
+        if POW2:
+            # Its reciprocal is exact. Under the other rule what is cut off here has the largest code anyway.
+            quotient = _clamped(x, TILED_MAX) * tl.div_rn(1.0, scale)[:, :, None]
+        else:
+            steps: tl.constexpr = 1 if kv_c.dtype.element_ty.primitive_bitwidth == 16 else 2
+            quotient = _quotient(x, scale[:, :, None], steps)
         entry = _code(quotient, NATIVE)
         first = page * (block_bytes // 4) + slot * (slot_bytes // 4)
         p_scale = scales + first[:, None] + tile[None, :]
@@ -284,7 +288,7 @@ def _cache_write_kernel(
         p_k_pe = k_pe + row[:, None] * stride_k_pe + turned[None, :] * stride_k_pe_channel
         x_pe = _float32(tl.load(p_k_pe, mask=real_pe, other=0.0))
         if SCALING == "tensor":
-            entry_pe = _code(_quotient(x_pe, scale, False), NATIVE)
+            entry_pe = _code(_quotient(x_pe, scale, 2), NATIVE)
         else:
             entry_pe = _stored(x_pe, rope.dtype.element_ty)
         size_pe: tl.constexpr = rope.dtype.element_ty.primitive_bitwidth // 8
@@ -317,8 +321,8 @@ def _merge_states_kernel(
     """``out`` and ``lse`` of ROWS (token, head) pairs, states in their order.
 
     Grid: row blocks. AHEAD states are loaded at a time. Sums are float32, float64 for float64 outputs. The
-    largest log-sum-exp is subtracted before any exponential. An empty state is not read; a lone one has a
-    weight of exactly 1 and a logarithm of exactly 0.
+    largest log-sum-exp is subtracted before any exponential. A lone state has a weight of exactly 1 and a
+    logarithm of exactly 0.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
@@ -344,11 +348,12 @@ def _merge_states_kernel(
     for first in range(0, num_states, AHEAD):
         for i in tl.static_range(AHEAD):
             b_lse = tl.load(p_lse, mask=live & (first + i < num_states), other=float("-inf"))
+            # Loaded beside its weight and not after it; that of an empty state is dropped, whatever it is.
+            b_out = tl.load(p_out, mask=(live & (first + i < num_states))[:, None] & real, other=0.0)
             weight = tl.exp(b_lse.to(wide) - shift)
-            b_out = tl.load(p_out, mask=(weight != 0.0)[:, None] & real, other=0.0)
             value = _float32(b_out) if dtype == tl.bfloat16 else b_out.to(wide)
             total += weight
-            mixed += weight[:, None] * value
+            mixed += weight[:, None] * tl.where((weight != 0.0)[:, None], value, 0.0)
             p_lse += stride_lses_state
             p_out += stride_outs_state
 

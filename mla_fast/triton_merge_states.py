@@ -1,7 +1,7 @@
 """Partial attention results merged in plain Triton: how split keys and chunked prefill end.
 
-Contract: any number of states, any float type, any strides of states, tokens and heads. Empty states are not
-read, and may hold NaN. The launch depends on shapes alone, so it can be captured in a CUDA graph.
+Contract: any number of states, any float type, any strides of states, tokens and heads. An empty
+state may hold NaN. The launch depends on shapes alone, so it can be captured in a CUDA graph.
 
 ``merge_into`` writes where the caller says, which may be where one of the states is.
 """
@@ -14,10 +14,10 @@ from mla_ref.numerics import Numerics
 from mla_ref.problem import AttentionOutput, implements
 from mla_ref.problems.merge_states import PROBLEM
 
-ELEMENTS = 2048  # channels of one program
+BYTES = 4096  # of a state in one program
 WARPS = 4
 AHEAD = 4  # states that are loaded at a time
-INTERPRETED_ELEMENTS = 2**14  # the interpreter's time goes by operations, not by elements
+INTERPRETED_BYTES = 2**16  # the interpreter's time goes by operations, not by elements
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor) -> None:
@@ -32,8 +32,8 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor, lses: t
     num_rows, v_padded = t * h, 1 << (max(v, 1) - 1).bit_length()
     if num_rows == 0:
         return
-    elements = ELEMENTS if out.device.type == "cuda" else INTERPRETED_ELEMENTS
-    rows = max(1, elements // v_padded)
+    amount = BYTES if out.device.type == "cuda" else INTERPRETED_BYTES
+    rows = max(1, amount // (v_padded * out.element_size()))
     with launching(out.device):
         _merge_states_kernel[(-(-num_rows // rows),)](
             outs,

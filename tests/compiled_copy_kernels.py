@@ -63,8 +63,10 @@ def case_of(name: str, fmt: str, dtype: str, c: int, r: int) -> Case:
 
 def compile_all(capability: int) -> None:
     triton.runtime.driver.set_active(target(capability)())
-    for launcher in LAUNCHERS.values():
+    triton_merge_states.INTERPRETED_BYTES = triton_merge_states.BYTES
+    for launcher in (triton_cache_gather, triton_cache_write):
         launcher.INTERPRETED_ELEMENTS = launcher.ELEMENTS
+        launcher.converts_e4m3 = lambda _: capability >= 89
     compiled = []
 
     def warm_up(kernel: KernelInterface, grid: tuple[int, ...]):
@@ -74,8 +76,6 @@ def compile_all(capability: int) -> None:
         return run
 
     KernelInterface.__getitem__ = warm_up
-    for launcher in (triton_cache_gather, triton_cache_write):
-        launcher.converts_e4m3 = lambda _: capability >= 89
     for row in CASES:
         inputs = problem(row[0]).materialize(case_of(*row), torch.device("cpu"))
         backend = LAUNCHERS[row[0]].BACKEND

@@ -174,6 +174,40 @@ def test_quotients_of_tiles_are_those_of_a_division(dtype: torch.dtype, seed: in
     assert torch.equal(stored_bytes(BACKEND.fn, inputs), stored_bytes(cache_write, inputs))
 
 
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize(("dtype", "binades"), [(torch.bfloat16, 20), (torch.float16, 2)])
+def test_quotients_of_all_mantissas(dtype: torch.dtype, binades: int) -> None:
+    """Every mantissa of a channel under every mantissa of its tile's largest."""
+    steps = round(1.0 / torch.finfo(dtype).eps)
+    mantissa = 1.0 + torch.arange(steps) / steps
+    binade = torch.exp2(-torch.arange(0.0, binades))
+    for tops in mantissa.split(128):
+        x = (mantissa * binade[:, None]).flatten().expand(len(tops), -1).reshape(len(tops), -1, steps)
+        tiles = torch.cat([x[..., i : i + 127] for i in range(0, steps, 127)], -1)
+        tiles = torch.nn.functional.pad(tiles, (0, -tiles.shape[-1] % 127)).reshape(-1, 127)
+        top = (2.0 * tops).repeat_interleave(len(tiles) // len(tops))
+        inputs = entry_of(torch.cat([top[:, None], tiles], -1).to(dtype), "fp8_ds_mla", 128)
+        assert torch.equal(stored_bytes(BACKEND.fn, inputs), stored_bytes(cache_write, inputs))
+
+
+def test_no_quotient_of_16_bits_is_near_a_change_of_its_code() -> None:
+    """S · 2ⁱ the scale's 24 bits, X the channel's 11, M the 25 bits where rounding to a tie of codes begins.
+
+    X / S is within 2⁻⁴⁴ of such an M only if M · S is within 64 of a multiple of 2³⁷. One S is, all ones,
+    and that is no 448th: it would take an A with A · 2ⁱ within 3.5 of 7 · (2²⁴ - 1).
+    """
+    near = set()
+    for tie in range(1, 32, 2):
+        shift = 25 - tie.bit_length()
+        for boundary in (tie * 2**shift - 1, tie * 2**shift + 1, tie * 2 ** (shift + 1) - 1):
+            inverse = pow(boundary, -1, 2**37)
+            found = ((t * inverse) % 2**37 for t in range(-64, 65))
+            near |= {scale for scale in found if 2**23 <= scale < 2**24}
+    assert near == {2**24 - 1}
+    multiple = 2 ** ((7 * (2**24 - 1)).bit_length() - 11)
+    assert min(-(7 * (2**24 - 1)) % multiple, (7 * (2**24 - 1)) % multiple) > 4
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
 def test_slots_beyond_32_bits(fmt: str, tmp_path: Path) -> None:
     """Three blocks, a third of a terabyte apart, in a file with holes."""

@@ -7,20 +7,28 @@ from pathlib import Path
 
 from mla_ref.case import Case
 from mla_ref.recording import PROBLEMS, read
+from oracles.corpus import corpus
 from oracles.run_directory import RunDirectory
 from oracles.verdict import BROKEN, Verdict
 from oracles.verify import backends
 
 RECORDINGS = ".safetensors"
+LINES = ".jsonl"
+CORPUS = "corpus"
 
 
 def cases_in(given: str, problems: Collection[str], formats: Sequence[str] | None) -> list[Case]:
     """The case in a file, or spelled out; a recording in every one of the problems that it serves.
 
+    "corpus" is every case of the corpus. A file of lines has a case in each, or something that has one.
+
     formats: cache formats in which a recording's entries are stored, instead of the model's own type.
 
     Raises: ValueError in one line; OSError if a file cannot be read.
     """
+    if given == CORPUS or given.endswith(LINES):
+        found = [entry.case for entry in corpus()] if given == CORPUS else _of_lines(Path(given))
+        return [case for case in found if case.problem in problems]
     if not given.endswith(RECORDINGS):
         return [Case.from_json(given if given.lstrip().startswith("{") else Path(given).read_text("utf-8"))]
     case = read(given).case
@@ -31,6 +39,12 @@ def cases_in(given: str, problems: Collection[str], formats: Sequence[str] | Non
         if name in problems
         for form in stored_as
     ]
+
+
+def _of_lines(path: Path) -> list[Case]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    cases = [line["case"] if isinstance(line, dict) and "case" in line else line for line in lines]
+    return [Case.from_json(json.dumps(case)) for case in cases]
 
 
 def recipe(given: str, index: int | None, backend: str) -> tuple[Case, str, str]:

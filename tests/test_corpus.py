@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mla_ref.problem import problem
-from oracles.corpus import Entry, corpus, read
+from oracles.cli import main
+from oracles.corpus import FILE, Entry, corpus, read
 from oracles.mutants import mutants
 from oracles.oracle import rules
 from oracles.shrink import smallest
@@ -95,3 +96,23 @@ def test_a_bad_line_is_named():
         list(read(["nonsense"]))
     with pytest.raises(ValueError, match=r"line 1: case: unknown field 'widht'"):
         list(read([good.replace('"dtype"', '"widht"', 1)]))
+
+
+@pytest.mark.parametrize("given", ["corpus", str(FILE)])
+def test_any_backend_is_tried_on_it(given, tmp_path, capsys):
+    verdicts = tmp_path / "verdicts.jsonl"
+    words = ["run", "--case", given, "--backend", "mla_ref.merge_states", "--oracle", "value", "--no-isolate"]
+    assert main([*words, "--jobs", "1", "--json", str(verdicts)]) == 0
+    judged = [json.loads(line)["case"] for line in verdicts.read_text().splitlines()]
+    mine = [json.loads(e.case.to_json()) for e in corpus() if e.case.problem == "merge_states"]
+    assert judged == mine
+    assert f"{len(mine)} claims held, 0 failed" in capsys.readouterr().out
+
+
+def test_lines_that_are_cases_themselves_are_tried_too(tmp_path):
+    path = tmp_path / "cases.jsonl"
+    path.write_text(corpus()[0].case.to_json() + "\n", encoding="utf-8")
+    words = ["run", "--case", str(path), "--backend", "mla_ref.latent", "--oracle", "lse"]
+    assert main([*words, "--no-isolate", "--jobs", "1"]) == 0
+    path.write_text("[1]\n", encoding="utf-8")
+    assert main([*words, "--no-isolate"]) == 2

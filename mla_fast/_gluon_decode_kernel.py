@@ -137,8 +137,7 @@ def _rescaled(b_o, b_alpha):
 def _zero_dead_rows(s_half, num_live):
     """Rows num_live … 63 of a half block [64, 256] become 0.
 
-    Dead slots of the cache may hold NaN, and 0 · NaN is NaN. Dead rows of the query are other requests'
-    rows: harmless, but products with 0 take less power, and power is what limits the clock.
+    Dead slots of the cache may hold NaN, and 0 · NaN is NaN.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_row = gl.arange(0, BLOCK, gl.SliceLayout(1, L))
@@ -148,12 +147,6 @@ def _zero_dead_rows(s_half, num_live):
             b_part = s_part.load(L)
             s_part.store(gl.where((o_row < num_live)[:, None], b_part, gl.zeros_like(b_part)))
         fence_async_shared()
-
-
-@gluon.jit
-def _live_rows(b_x, num_live):
-    o_row = gl.arange(0, BLOCK, gl.SliceLayout(1, b_x.type.layout))
-    return gl.where((o_row < num_live)[:, None], b_x, gl.zeros_like(b_x))
 
 
 @gluon.jit
@@ -231,13 +224,12 @@ def _store_half(
 
 @gluon.jit
 def _left(
-    s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_p1, s_m0, s_m1, bars, out, lse, partial_out, partial_lse,
-    items, offsets, i_part, i_lane, H, scale_log2, ROWS: gl.constexpr,
+    s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1, bars, out, lse, partial_out,
+    partial_lse, items, offsets, i_part, i_lane, H, scale_log2, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Scores of K0; out[:, :256]."""
     (
-        bar_q, bar_q_zeroed, bar_q_free, bar_l, bar_l_free, bar_r, _bar_r_free, bar_m0, bar_m1, bar_p0,
-        bar_p1, bar_sum,
+        bar_q, bar_l, bar_l_free, bar_r, _bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum,
     ) = bars  # fmt: skip
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -251,12 +243,7 @@ def _left(
         visible = _visible(items, i_item)
         parity = (i_item - i_begin) & 1
         mbarrier.wait(bar_q, parity)
-        num_live = _num_live(items, i_item, i_lane)
-        _zero_dead_rows(s_q.index(0), num_live)
-        mbarrier.arrive(bar_q_zeroed)
-        b_q_pe = _live_rows(s_q_pe.load(gl.DotOperandLayout(0, L_S, 2)), num_live)
-        b_m = _first_maximum(num_live, L_ROW)
-        mbarrier.wait(bar_q_zeroed, parity)
+        b_m = _first_maximum(_num_live(items, i_item, i_lane), L_ROW)
         b_l = gl.full([BLOCK], 0.0, gl.float32, L_ROW)
         b_o = gl.zeros([BLOCK, HALF], gl.float32, L_O)
         for i in range(first, last):
@@ -266,7 +253,7 @@ def _left(
             # garbage that the next one overwrites: wgmma under a branch would make ptxas serialise all of
             # them.
             mbarrier.wait(bar_p1, phase ^ 1, pred=i > first)
-            b_o = warpgroup_mma(s_p1, s_left.index(1), b_o, is_async=True)
+            b_o = warpgroup_mma(s_pe.index(1), s_left.index(1), b_o, is_async=True)
             b_s = gl.zeros([BLOCK, BLOCK], gl.float32, L_S)
             mbarrier.wait(bar_l.index(0), phase)
             b_s = warpgroup_mma(
@@ -276,7 +263,7 @@ def _left(
             mbarrier.arrive(bar_l_free.index(1), pred=i > first)
             mbarrier.wait(bar_r.index(0), phase)
             b_s = warpgroup_mma(s_q.index(1), s_right.index(0).permute((1, 0)), b_s, is_async=True)
-            b_s = warpgroup_mma(b_q_pe, s_pe.index(0).permute((1, 0)), b_s, is_async=True)
+            b_s = warpgroup_mma(s_q_pe, s_pe.index(0).permute((1, 0)), b_s, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             if o_key + BLOCK > visible:
                 b_s = _masked(b_s, o_key, items, i_item, i_lane, H)
@@ -305,14 +292,13 @@ def _left(
             i_pair += 1
         mbarrier.wait(bar_p1, (i_pair & 1) ^ 1)
         _zero_dead_rows(s_left.index(1), _kv_len(items, i_item) - (last * PAIR - BLOCK))
-        b_o = warpgroup_mma(s_p1, s_left.index(1), b_o, is_async=True)
+        b_o = warpgroup_mma(s_pe.index(1), s_left.index(1), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         mbarrier.arrive(bar_l_free.index(1))
-        mbarrier.arrive(bar_q_free)
-        s_m0.store(b_l)
+        s_l0.store(b_l)
         mbarrier.arrive(bar_sum.index(0))
         mbarrier.wait(bar_sum.index(1), parity)
-        b_l = b_l + s_m1.load(L_ROW)
+        b_l = b_l + s_l1.load(L_ROW)
         slot, row, num_rows = _rows_of(items, i_item, i_lane)
         _store_half(
             s_p0.slice(0, 32, dim=1), b_o, b_l, b_m, out, lse, partial_out, partial_lse, slot, row,
@@ -322,8 +308,8 @@ def _left(
 
 @gluon.jit
 def _right(
-    s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_p1, s_m0, s_m1, bars, out, lse, partial_out, partial_lse,
-    items, offsets, i_part, i_lane, H, scale_log2, ROWS: gl.constexpr, i_zero,
+    s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1, bars, out, lse, partial_out,
+    partial_lse, items, offsets, i_part, i_lane, H, scale_log2, ROWS: gl.constexpr, i_zero,
 ):  # fmt: skip
     """Scores of K1; out[:, 256:].
 
@@ -331,8 +317,7 @@ def _right(
     descriptor arithmetic with the other branch, which it would hold in spilled registers.
     """
     (
-        bar_q, bar_q_zeroed, bar_q_free, bar_l, _bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0,
-        bar_p1, bar_sum,
+        bar_q, bar_l, _bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum,
     ) = bars  # fmt: skip
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -347,12 +332,7 @@ def _right(
         visible = _visible(items, i_item)
         parity = (i_item - i_begin) & 1
         mbarrier.wait(bar_q, parity)
-        num_live = _num_live(items, i_item, i_lane)
-        _zero_dead_rows(s_q.index(i_one), num_live)
-        mbarrier.arrive(bar_q_zeroed)
-        b_q_pe = _live_rows(s_q_pe.load(gl.DotOperandLayout(0, L_S, 2)), num_live)
-        b_m = _first_maximum(num_live, L_ROW)
-        mbarrier.wait(bar_q_zeroed, parity)
+        b_m = _first_maximum(_num_live(items, i_item, i_lane), L_ROW)
         b_l = gl.full([BLOCK], 0.0, gl.float32, L_ROW)
         b_o = gl.zeros([BLOCK, HALF], gl.float32, L_O)
         for i in range(first, last):
@@ -363,9 +343,9 @@ def _right(
             b_s = warpgroup_mma(
                 s_q.index(i_one), s_right.index(i_one).permute((1, 0)), b_s, use_acc=False, is_async=True
             )
-            b_s = warpgroup_mma(b_q_pe, s_pe.index(i_one).permute((1, 0)), b_s, is_async=True)
             mbarrier.wait(bar_l.index(1), phase)
             b_s = warpgroup_mma(s_q.index(i_zero), s_left.index(i_one).permute((1, 0)), b_s, is_async=True)
+            b_s = warpgroup_mma(s_q_pe, s_pe.index(i_one).permute((1, 0)), b_s, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             if o_key + BLOCK > visible:
                 b_s = _masked(b_s, o_key, items, i_item, i_lane, H)
@@ -386,7 +366,7 @@ def _right(
             mbarrier.wait(bar_p0, phase)
             b_o = warpgroup_mma(s_p0, s_right.index(i_zero), b_o, is_async=True)
             b_p_own = b_p.to(DTYPE)
-            s_p1.store(b_p_own)
+            s_pe.index(i_one).store(b_p_own)  # its keys have been multiplied
             fence_async_shared()
             mbarrier.arrive(bar_p1)
             b_o = warpgroup_mma(
@@ -401,11 +381,10 @@ def _right(
             b_o = warpgroup_mma_wait(0, deps=(b_o,))
             mbarrier.arrive(bar_r_free.index(1))
             i_pair += 1
-        s_m1.store(b_l)
+        s_l1.store(b_l)
         mbarrier.arrive(bar_sum.index(1))
         mbarrier.wait(bar_sum.index(0), parity)
-        b_l = b_l + s_m0.load(L_ROW)
-        mbarrier.arrive(bar_q_free)  # after the read: the next item's first maximum goes to s_m0
+        b_l = b_l + s_l0.load(L_ROW)
         slot, row, num_rows = _rows_of(items, i_item, i_lane)
         _store_half(
             s_p0.slice(32, 32, dim=1), b_o, b_l, b_m, out, lse, partial_out, partial_lse, slot, row,
@@ -451,14 +430,21 @@ def _copy(desc, pages, i_block, i_col, bar, s_block, PAGE: gl.constexpr):
 
 
 @gluon.jit
+def _copy_query(q_nope, q_pe, row, bar, s_q, s_q_pe):
+    mbarrier.expect(bar, BLOCK * (LATENT + ROPE) * 2)
+    tma.async_copy_global_to_shared(q_nope, [row, 0], bar, s_q.index(0))
+    tma.async_copy_global_to_shared(q_nope, [row, 256], bar, s_q.index(1))
+    tma.async_copy_global_to_shared(q_pe, [row, 0], bar, s_q_pe)
+
+
+@gluon.jit
 def _producer(
     q_nope, q_pe, kv, kv_pe, s_q, s_q_pe, s_left, s_right, s_pe, bars, block_table, table_stride, items,
     offsets, i_part, i_lane, PAGE: gl.constexpr,
 ):  # fmt: skip
     """Copies in the order in which the consumers free the buffers."""
     (
-        bar_q, _bar_q_zeroed, bar_q_free, bar_l, bar_l_free, bar_r, bar_r_free, _bar_m0, bar_m1, _bar_p0,
-        _bar_p1, _bar_sum,
+        bar_q, bar_l, bar_l_free, bar_r, bar_r_free, _bar_m0, bar_m1, _bar_p0, _bar_p1, _bar_sum,
     ) = bars  # fmt: skip
     i_begin = gl.load(offsets + i_part)
     i_end = gl.load(offsets + i_part + 1)
@@ -469,12 +455,9 @@ def _producer(
         request = gl.load(items + i_item * FIELDS)
         row = gl.load(items + i_item * FIELDS + 4) + i_lane * BLOCK
         table = block_table + request.to(gl.int64) * table_stride
-        # K1's maximum of the last pair says that its scores are done, hence that the latent query is free.
-        # Its rope part is not: that tile has become s_p1.
+        # K1's maximum of the last pair says that all scores are done, hence that the query is free.
         mbarrier.wait(bar_m1, (i_pair & 1) ^ 1, pred=i_item > i_begin)
-        mbarrier.expect(bar_q, BLOCK * (LATENT + ROPE) * 2)
-        tma.async_copy_global_to_shared(q_nope, [row, 0], bar_q, s_q.index(0))
-        tma.async_copy_global_to_shared(q_nope, [row, 256], bar_q, s_q.index(1))
+        _copy_query(q_nope, q_pe, row, bar_q, s_q, s_q_pe)
         for i in range(first, last):
             free = (i_pair & 1) ^ 1
             # Loaded before the wait for the buffer, which hides them.
@@ -488,15 +471,13 @@ def _producer(
             _copy(kv_pe, pages_0, 2 * i, 512, bar_r.index(0), s_pe.index(0), PAGE)
             pages_1 = _pages(table, 2 * i + 1, kv_len, PAGE)
             mbarrier.wait(bar_r_free.index(1), free)
-            mbarrier.expect(bar_r.index(1), BLOCK * (HALF + ROPE) * 2)
+            mbarrier.expect(bar_r.index(1), BLOCK * HALF * 2)
             _copy(kv, pages_1, 2 * i + 1, 256, bar_r.index(1), s_right.index(1), PAGE)
-            _copy(kv_pe, pages_1, 2 * i + 1, 512, bar_r.index(1), s_pe.index(1), PAGE)
+            # The rope tile of K1 has held P1, which the left half multiplied last.
             mbarrier.wait(bar_l_free.index(1), free)
-            mbarrier.expect(bar_l.index(1), BLOCK * HALF * 2)
+            mbarrier.expect(bar_l.index(1), BLOCK * (HALF + ROPE) * 2)
             _copy(kv, pages_1, 2 * i + 1, 0, bar_l.index(1), s_left.index(1), PAGE)
-            if i == first:
-                mbarrier.wait(bar_q_free, ((i_item - i_begin) & 1) ^ 1)
-                tma.async_copy_global_to_shared(q_pe, [row, 0], bar_q, s_q_pe)
+            _copy(kv_pe, pages_1, 2 * i + 1, 512, bar_l.index(1), s_pe.index(1), PAGE)
             i_pair += 1
     gdc_launch_dependents()
 
@@ -529,12 +510,11 @@ def mla_decode_kernel(
     s_right = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
     s_pe = gl.allocate_shared_memory(DTYPE, [2, BLOCK, ROPE], L_NARROW)
     s_p0 = gl.allocate_shared_memory(DTYPE, [BLOCK, BLOCK], L_NARROW)
-    s_p1 = s_q_pe  # the rope part of the query is in registers before the first weights exist
     s_m0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
     s_m1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
+    s_l0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
+    s_l1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
     bar_q = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_q_zeroed = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_q_free = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_m0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_m1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_p0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
@@ -545,8 +525,6 @@ def mla_decode_kernel(
     bar_r_free = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
     bar_sum = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
     mbarrier.init(bar_q, count=1)
-    mbarrier.init(bar_q_zeroed, count=2)
-    mbarrier.init(bar_q_free, count=2)
     mbarrier.init(bar_m0, count=1)
     mbarrier.init(bar_m1, count=1)
     mbarrier.init(bar_p0, count=1)
@@ -560,11 +538,10 @@ def mla_decode_kernel(
     fence_async_shared()
     gdc_wait()
     bars = (
-        bar_q, bar_q_zeroed, bar_q_free, bar_l, bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1,
-        bar_sum,
+        bar_q, bar_l, bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum,
     )  # fmt: skip
     consumer = (
-        s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_p1, s_m0, s_m1, bars, out, lse, partial_out,
+        s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1, bars, out, lse, partial_out,
         partial_lse, items, offsets, i_part, i_lane, H, scale_log2, gl.constexpr(ROWS),
     )  # fmt: skip
     gl.warp_specialize(

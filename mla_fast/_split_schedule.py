@@ -25,11 +25,13 @@ ITEM: tl.constexpr = tl.constexpr(ITEM_FIELDS)
 MERGE: tl.constexpr = tl.constexpr(MERGE_FIELDS)
 
 # Costs in half pairs: an item's fixed part (query, drained pipeline, output); what splitting must save to
-# pay for the partial results and their merge; and the shortest piece of a tile worth a part of its own, in
-# pairs.
+# pay for the partial results and their merge; and what a second item on a part costs beyond its fixed part.
 OVERHEAD: tl.constexpr = tl.constexpr(2)
 SPLIT_COST: tl.constexpr = tl.constexpr(8)
+SECOND_ITEM: tl.constexpr = tl.constexpr(2)
+# The shortest piece of a tile worth a part of its own, in pairs.
 SHORTEST: tl.constexpr = tl.constexpr(2)
+SIZES: tl.constexpr = tl.constexpr(8)  # of pieces, of which the smallest that will do is taken
 
 # One compilation for every batch of about this size, wherever its tables lie.
 LENGTHS = ["b", "H", "parts", "span"]
@@ -71,6 +73,32 @@ def _cut(b_x, cost_ends, tile_ends, cache_seqlens, b, LEVELS: tl.constexpr):
     b_pair = tl.where(m & (b_pair >= SHORTEST), b_pair, 0)
     m_next = (b_pair > 0) & (b_pairs - b_pair < SHORTEST)
     return tl.where(m_next, b_tile + 1, b_tile), tl.where(m_next, 0, b_pair)
+
+
+@triton.jit
+def _piece_size(b_pairs, b_tiles, parts):
+    """The fewest pairs to a piece such that there is a part for every piece of every tile.
+
+    Of a few sizes from the least conceivable on; beyond any length where none of them will do.
+    """
+    least = tl.maximum((tl.sum(b_tiles * b_pairs) + parts - 1) // parts, SHORTEST)
+    o_size = least + tl.arange(0, SIZES) * ((least + 15) // 16)
+    num_pieces = tl.sum(b_tiles[:, None] * ((b_pairs[:, None] + o_size[None, :] - 1) // o_size[None, :]), 0)
+    return tl.min(tl.where(num_pieces <= parts, o_size, 1 << 28))
+
+
+@triton.jit
+def _cut_in_pieces(o_p, size, piece_ends, tile_ends, cache_seqlens, b, LEVELS: tl.constexpr):
+    """[P] Tile, and pair in it, where the piece of part o_p begins; pieces of a tile are about equal."""
+    i_request = _request_of(piece_ends, o_p, b, LEVELS)
+    m = i_request < b
+    m_before = m & (i_request > 0)
+    b_pairs = _pairs_of(tl.load(cache_seqlens + i_request, mask=m, other=0))
+    b_num = (b_pairs + size - 1) // size
+    b_rest = o_p - tl.load(piece_ends + i_request - 1, mask=m_before, other=0)
+    b_tile = tl.load(tile_ends + i_request - 1, mask=m_before, other=0) + b_rest // b_num
+    b_pair = b_rest % b_num * ((b_pairs + b_num - 1) // b_num)
+    return tl.where(m, b_tile, tl.load(tile_ends + b - 1)), tl.where(m, b_pair, 0)
 
 
 @triton.jit
@@ -133,9 +161,10 @@ def schedule_kernel(
     cu_seqlens_q, cache_seqlens, ends, items, offsets, merges, num_merges, b, H, parts, span,
     B: tl.constexpr, LEVELS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Equal cost for every part, cut inside tiles; or whole tiles, where that is about as fast.
+    """Equal cost for every part, cut inside tiles; or whole tiles, where that is about as fast; or tiles in
+    equal pieces, one to a part, where that is.
 
-    One program. B: a power of two ≥ b, of LEVELS bits; P: one > parts. ends [2 B]: scratch.
+    One program. B: a power of two ≥ b, of LEVELS bits; P: one > parts. ends [3 B]: scratch.
     offsets [parts + 1]: part i does items offsets[i] … offsets[i + 1] - 1.
     """
     gdc_wait()
@@ -150,8 +179,11 @@ def schedule_kernel(
     cost = tl.sum(b_cost)
     tile_ends = ends
     cost_ends = ends + B
+    piece_ends = ends + 2 * B
+    size = _piece_size(b_pairs, b_tiles, parts)
     tl.store(tile_ends + o_b, tl.cumsum(b_tiles), mask=m_b)
     tl.store(cost_ends + o_b, tl.cumsum(b_cost), mask=m_b)
+    tl.store(piece_ends + o_b, tl.cumsum(b_tiles * ((b_pairs + size - 1) // size)), mask=m_b)
     tl.debug_barrier()
 
     o_p = tl.arange(0, P)
@@ -164,7 +196,11 @@ def schedule_kernel(
     b_load = tl.where(m_p, _next(b_before, P) - b_before, 0)
     b_pair = tl.zeros_like(o_p)
     if tl.max(b_load) > share + SPLIT_COST:
-        b_first, b_pair = _cut(tl.minimum(o_p * share, cost), cost_ends, tile_ends, cache_seqlens, b, LEVELS)
+        if 2 * size <= share + SECOND_ITEM:
+            b_first, b_pair = _cut_in_pieces(o_p, size, piece_ends, tile_ends, cache_seqlens, b, LEVELS)
+        else:
+            b_x = tl.minimum(o_p * share, cost)
+            b_first, b_pair = _cut(b_x, cost_ends, tile_ends, cache_seqlens, b, LEVELS)
     b_next = _next(b_first, P)
     b_last_pair = _next(b_pair, P)
 

@@ -12,7 +12,7 @@ serves every layer of a step: ``attend(plan(...), ...)``.
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -110,7 +110,7 @@ def plan_for(
         max_items = max_tiles + parts
         max_merges, num_slots = min(max_tiles, parts - 1), 2 * parts
     size_b, size_p = triton.next_power_of_2(max(b, 16)), triton.next_power_of_2(parts + 1)
-    sizes = (max_items * schedule.ITEM_FIELDS, parts + 1, max_merges * schedule.MERGE_FIELDS, 1, 2 * size_b)
+    sizes = (max_items * schedule.ITEM_FIELDS, parts + 1, max_merges * schedule.MERGE_FIELDS, 1, 3 * size_b)
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     items, offsets, merges, num_merges, ends = torch.split(memory, list(sizes))
     arguments = (
@@ -122,6 +122,15 @@ def plan_for(
     else:
         schedule.schedule_kernel[(1,)](*arguments, num_warps=4, launch_pdl=True)
     return Plan(items, offsets, merges, num_merges, parts, lanes, num_slots, chunk)
+
+
+class Results(NamedTuple):
+    """What a call writes: its output, and in float32 the partial results of tiles that are split."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
 
 
 def attend(
@@ -137,21 +146,10 @@ def attend(
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from mla_fast._gluon_decode_kernel import mla_decode_kernel
-    from mla_fast._split_schedule import MERGE_FIELDS, merge_kernel
 
-    t, h, _ = ql_nope.shape
     n, block_size, width = kv_cache.shape
-    device = ql_nope.device
     dtype = gl.bfloat16 if ql_nope.dtype == torch.bfloat16 else gl.float16
-    span = schedule.lanes * BLOCK
-    out = torch.empty(t, h, LATENT, dtype=ql_nope.dtype, device=device)
-    lse = torch.empty(t, h, dtype=torch.float32, device=device)
-    partial_out = torch.empty(schedule.num_slots * span * LATENT, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(schedule.num_slots * span, dtype=torch.float32, device=device)
-
-    def query(rows: torch.Tensor, columns: int) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout.get_default_for([BLOCK, columns], dtype)
-        return TensorDescriptor.from_tensor(rows, [BLOCK, columns], layout)
+    results = empty_results(schedule, ql_nope)
 
     def cache(columns: int) -> TensorDescriptor:
         box = [1, min(BLOCK, block_size), columns]
@@ -159,19 +157,15 @@ def attend(
         return TensorDescriptor(kv_cache, [n, block_size, width], list(kv_cache.stride()), box, layout)
 
     mla_decode_kernel[(schedule.parts * schedule.lanes,)](
-        query(_rows(ql_nope), 256),
-        query(_rows(q_pe), ROPE),
+        *query_descriptors(ql_nope, q_pe),
         cache(256),
         cache(ROPE),
-        out,
-        lse,
-        partial_out,
-        partial_lse,
+        *results,
         block_table,
         schedule.items,
         schedule.offsets,
         block_table.stride(0),
-        h,
+        ql_nope.shape[1],
         softmax_scale * LOG2_E,
         0,
         block_size,
@@ -180,16 +174,50 @@ def attend(
         maxnreg=168,
         launch_pdl=True,
     )
+    return merged(schedule, results)
+
+
+def empty_results(schedule: Plan, ql_nope: torch.Tensor) -> Results:
+    """Memory for the results of a call under a plan."""
+    t, h, _ = ql_nope.shape
+    rows, device = schedule.num_slots * schedule.lanes * BLOCK, ql_nope.device
+    return Results(
+        torch.empty(t, h, LATENT, dtype=ql_nope.dtype, device=device),
+        torch.empty(t, h, dtype=torch.float32, device=device),
+        torch.empty(rows * LATENT, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+    )
+
+
+def merged(schedule: Plan, results: Results) -> AttentionOutput:
+    """The output, once the partial results of split tiles are merged into it."""
+    from mla_fast._split_schedule import MERGE_FIELDS, merge_kernel
+
+    span = schedule.lanes * BLOCK
     max_rows = schedule.merges.shape[0] // MERGE_FIELDS * span
     if max_rows:
         # Few rows have many splits: more programs a row. A fixed cut must not depend on the batch.
         few = max_rows <= FEW_ROWS and not schedule.chunk
         columns, splits = (64, 128) if few else (LATENT, 8)
         merge_kernel[(min(max_rows, MERGE_PROGRAMS), LATENT // columns)](
-            out, lse, partial_out, partial_lse, schedule.merges, schedule.num_merges, LATENT, columns, span,
-            splits, num_warps=4, launch_pdl=True,
+            *results, schedule.merges, schedule.num_merges, LATENT, columns, span, splits, num_warps=4,
+            launch_pdl=True,
         )  # fmt: skip
-    return AttentionOutput(out, lse)
+    return AttentionOutput(results.out, results.lse)
+
+
+def query_descriptors(ql_nope: torch.Tensor, q_pe: torch.Tensor) -> tuple[Any, Any]:
+    """The latent part by [64, 256] and the rope part by [64, 64], as the copy engine takes them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dtype = gl.bfloat16 if ql_nope.dtype == torch.bfloat16 else gl.float16
+
+    def by_rows(query: torch.Tensor, columns: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout.get_default_for([BLOCK, columns], dtype)
+        return TensorDescriptor.from_tensor(_rows(query), [BLOCK, columns], layout)
+
+    return by_rows(ql_nope, 256), by_rows(q_pe, ROPE)
 
 
 def _rows(query: torch.Tensor) -> torch.Tensor:
@@ -321,9 +349,14 @@ def supports(case: Case) -> str | None:
         return f"{dims[0]} latent and {dims[1]} rope channels, needs {LATENT} and {ROPE}"
     if FORMATS.get(case.cache_format) != case.dtype:
         return f"{case.cache_format} cache with {case.dtype} queries, needs bf16 or fp16 in both"
+    return why_not_placed(case)
+
+
+def why_not_placed(case: Case) -> str | None:
+    """Why the copy engine cannot address the cache of a case, or None."""
     if reason := why_not_block_size(case.block_size):
         return reason
-    entry = cache_format(case.cache_format).entry_bytes(*dims)
+    entry = cache_format(case.cache_format).entry_bytes(LATENT, ROPE)
     strides = {
         "entry stride": case.layout.entry_stride(entry),
         "block stride": case.layout.block_stride(entry, case.block_size),

@@ -1,4 +1,4 @@
-"""Compiles what ``mla_fast.gluon_decode`` would launch on a Hopper GPU, without one.
+"""Compiles what ``mla_fast.gluon_decode`` and ``gluon_decode_fp8`` would launch on a Hopper GPU, without one.
 
 ``compiled_gluon_kernels.py 128 64 bf16``: heads, block size, format. As ``compiled_kernels``: one line of
 JSON a kernel, through the launcher itself. For the attention kernel also what its loops are made of, read
@@ -18,7 +18,7 @@ import triton
 from compiled_kernels import CUOBJDUMP, target, usage
 from triton.runtime.jit import KernelInterface
 
-from mla_fast import gluon_decode as launcher
+from mla_fast import gluon_decode, gluon_decode_fp8
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.problem import problem
@@ -70,7 +70,8 @@ def complaints(ptx: str) -> list[str]:
 
 def compile_all(heads: int, block_size: int, fmt: str) -> None:
     triton.runtime.driver.set_active(target(90)())
-    launcher.plan = lambda *args, **options: launcher.plan_for(NUM_SMS, *args, **options)
+    launcher = gluon_decode_fp8 if fmt in gluon_decode_fp8.TILED else gluon_decode
+    launcher.plan = lambda *args, **options: gluon_decode.plan_for(NUM_SMS, *args, **options)
     compiled = {}
 
     def warm_up(kernel: KernelInterface, grid: tuple[int, ...]):
@@ -89,12 +90,12 @@ def compile_all(heads: int, block_size: int, fmt: str) -> None:
         cache_format=fmt, dtype="float16" if fmt == "fp16" else "bfloat16",
     )  # fmt: skip
     inputs = problem(case.problem).materialize(case, torch.device("cpu"))
-    for function in (launcher.gluon_decode, launcher.batch_invariant):
+    for function in (launcher.BACKEND.fn, launcher.batch_invariant):
         function(*inputs)
     for name, kernel in compiled.items():
         line = {"kernel": name, "case": [heads, block_size, fmt], "shared": kernel.metadata.shared}
         line |= usage(kernel.asm["cubin"])
-        if name == "mla_decode_kernel":
+        if name.startswith("mla_decode"):
             line |= {"loops": loops(kernel.asm["cubin"]), "complaints": complaints(kernel.asm["ptx"])}
         sys.stdout.write(json.dumps(line) + "\n")
 

@@ -9,7 +9,7 @@ therefore shows in the result. Not modelled: memory order, proxies, layouts, the
 import threading
 import time
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -146,6 +146,8 @@ class Shared:
         return Shared(self.values.transpose(order), self.dtype)
 
     def _reinterpret(self, dtype, shape, layout):
+        if dtype == torch.uint8 and self.dtype == torch.bfloat16:
+            return Bytes.of(self.values, shape)
         view = self.values.view()
         view.shape = tuple(shape)  # raises rather than copy
         return Shared(view, dtype)
@@ -155,7 +157,69 @@ class Shared:
 
     def store(self, value):
         assert value.shape == self.values.shape, f"store of {value.shape} to {self.values.shape}"
+        self.put(value)
+
+    def put(self, value):
         self.values[...] = value
+
+
+class Bytes(Shared):
+    """The bytes of a tile of bfloat16 values: a write to either changes the other.
+
+    values: the bytes of the view. The tile's all: ``memory``, which is only as true as ``tile`` still holds
+    what they mean. touched: a mark for every byte, of which this view sees its own.
+    """
+
+    POISON = 0xFF  # of bfloat16 and e4m3 alike
+    known: ClassVar[dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+
+    def __init__(self, values, touched, tile, memory, marks):
+        super().__init__(values, torch.uint8)
+        self.touched, self.tile, self.memory, self.marks = touched, tile, memory, marks
+
+    @classmethod
+    def of(cls, tile, shape):
+        address = tile.__array_interface__["data"][0]
+        if address not in cls.known or cls.known[address][0] is not tile.base:
+            memory = np.full((*tile.shape[:-1], 2 * tile.shape[-1]), cls.POISON, np.uint8)
+            cls.known[address] = tile.base, memory
+        memory = cls.known[address][1]
+        marks = np.zeros(memory.shape, bool)
+        return cls(memory.reshape(shape), marks.reshape(shape), tile, memory, marks)
+
+    def _view(self, change):
+        return Bytes(change(self.values), change(self.touched), self.tile, self.memory, self.marks)
+
+    def index(self, i):
+        return self._view(lambda x: x[int(i)])
+
+    def slice(self, start, length, dim=0):
+        return self._view(lambda x: x[(slice(None),) * dim + (slice(start, start + length),)])
+
+    def _reinterpret(self, dtype, shape, layout):
+        def reshaped(x):
+            view = x.view()
+            view.shape = tuple(shape)
+            return view
+
+        return self._view(reshaped)
+
+    def _meaning(self):
+        bits = self.memory.view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32)
+
+    def load(self, layout):
+        meaning = self._meaning()
+        same = (meaning == self.tile) | (np.isnan(meaning) & np.isnan(self.tile))
+        self.memory[~np.repeat(same, 2, axis=-1)] = self.POISON
+        return array(self.values.astype(np.int64))
+
+    def put(self, value):
+        self.values[...] = self.POISON if np.isnan(value).all() else value
+        self.touched[...] = True
+        touched = self.marks.reshape(*self.tile.shape, 2).any(-1)
+        self.touched[...] = False
+        self.tile[touched] = self._meaning()[touched]
 
 
 class Barrier:
@@ -257,10 +321,10 @@ class Descriptor:
 
 def _copy(desc, coord, bar, destination):
     assert list(destination.values.shape) == desc.block_shape, "box and destination differ"
-    destination.values[...] = np.nan
+    destination.put(np.float32(np.nan))
 
     def land():
-        destination.values[...] = desc.read([int(c) for c in coord])
+        destination.put(desc.read([int(c) for c in coord]))
         return destination.values.size * desc.tensor.itemsize
 
     bar = _barrier(bar)
@@ -362,7 +426,7 @@ def _full(shape, value, dtype, layout=None):
 LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x,
     float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16,
-    int32=torch.int32, int64=torch.int64,
+    int32=torch.int32, int64=torch.int64, uint8=torch.uint8,
     NVMMADistributedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout, BlockedLayout=_layout,
     SwizzledSharedLayout=_layout, DistributedLinearLayout=_layout, NVMMASharedLayout=_layout,
     allocate_shared_memory=_allocate, warp_specialize=_warp_specialize, static_range=range,
@@ -378,7 +442,7 @@ LANGUAGE = SimpleNamespace(
     maximum=_pick(np.maximum), minimum=_pick(np.minimum),
     exp2=_pick(lambda x: np.exp2(np.asarray(x, np.float32))),
     log2=_pick(lambda x: np.log2(np.asarray(x, np.float32))),
-    max=_reduce(np.max), sum=_reduce(np.sum),
+    max=_reduce(np.max), min=_reduce(np.min), sum=_reduce(np.sum),
     cumsum=lambda x, axis=0: array(np.cumsum(np.asarray(x), axis=axis)),
     gather=_pick(lambda x, index, axis: np.take_along_axis(np.asarray(x), np.asarray(index), axis)),
     debug_barrier=lambda: None,
@@ -407,7 +471,9 @@ class Emulated:
 
     def __init__(self, module: ModuleType, name: str, asm: dict[str, Any] | None = None):
         space: dict[str, Any] = {"__builtins__": __builtins__}
-        for key, value in vars(module).items():
+        functions = [x for x in vars(module).values() if isinstance(x, JITFunction | InterpretedFunction)]
+        named = [*(x.fn.__globals__ for x in functions), vars(module)]
+        for key, value in [item for names in named for item in names.items()]:
             if isinstance(value, JITFunction | InterpretedFunction):
                 space[key] = FunctionType(value.fn.__code__, space, key, value.fn.__defaults__)
             elif type(value).__name__ == "constexpr":

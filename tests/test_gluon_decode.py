@@ -62,7 +62,7 @@ PLANTED = {
         "two_parts",
     ),
     "buffer_filled_while_in_use": (
-        "mbarrier.wait(bar_l_free.index(1), free)", "mbarrier.wait(bar_l_free.index(1), free, pred=False)",
+        "mbarrier.wait(bar_l_free.index(0), free)", "mbarrier.wait(bar_l_free.index(0), free, pred=False)",
         "peaky",
     ),
     "denominator_in_the_old_frame": ("b_l = b_l * b_beta", "b_l = b_l * 1.0", "peaky"),

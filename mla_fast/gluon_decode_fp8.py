@@ -1,0 +1,194 @@
+"""Decode on Hopper GPUs over an fp8 cache: ``gluon_decode`` with a warpgroup that makes bfloat16 of codes.
+
+Contract: 512 latent and 64 rope channels, bfloat16 queries, a cache in ``fp8_ds_mla``, ``fp8_ds_mla_pow2`` or
+``fp8_e4m3``; block sizes, heads, query lengths, strides and plans are ``gluon_decode``'s.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from mla_fast.gluon_decode import (
+    BLOCK,
+    LATENT,
+    LOG2_E,
+    ROPE,
+    Plan,
+    empty_results,
+    merged,
+    plan,
+    query_descriptors,
+    requires,
+    why_not_block_size,
+    why_not_placed,
+    why_not_strides,
+)
+from mla_ref.backend import Backend, Prepared
+from mla_ref.case import Case
+from mla_ref.formats import CacheFormat
+from mla_ref.numerics import INPUT, Numerics
+from mla_ref.problem import AttentionOutput, implements
+from mla_ref.problems.latent_attention import PROBLEM
+
+TILED = {"fp8_ds_mla": True, "fp8_ds_mla_pow2": True, "fp8_e4m3": False}
+SCALE_BYTES = 4
+
+
+def attend(
+    schedule: Plan,
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    cache_format: CacheFormat,
+    kv_scale: torch.Tensor,
+) -> AttentionOutput:
+    """Attention of one layer under a plan; the other arguments are ``LatentAttentionInputs``'s."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from mla_fast._gluon_decode_fp8_kernel import mla_decode_fp8_kernel
+
+    tiled = TILED[cache_format.name]
+    codes = kv_cache.view(torch.uint8)
+    n, block_size, width = codes.shape
+    results = empty_results(schedule, ql_nope)
+    words = codes.view(torch.float32) if tiled else None
+    scales = kv_scale.expand(1, 1, 1) if words is None else words[:, :, LATENT // SCALE_BYTES :]
+
+    def cache(columns: int) -> TensorDescriptor:
+        box = [1, min(BLOCK, block_size), columns]
+        layout = gl.NVMMASharedLayout(min(columns, 128), 8, 3)
+        return TensorDescriptor(codes, [n, block_size, width], list(codes.stride()), box, layout)
+
+    mla_decode_fp8_kernel[(schedule.parts * schedule.lanes,)](
+        *query_descriptors(ql_nope, q_pe),
+        cache(256),
+        cache(2 * ROPE if tiled else ROPE),
+        scales,
+        *results,
+        block_table,
+        schedule.items,
+        schedule.offsets,
+        block_table.stride(0),
+        *scales.stride()[:2],
+        ql_nope.shape[1],
+        softmax_scale * LOG2_E,
+        0,
+        block_size,
+        schedule.lanes,
+        tiled,
+        num_warps=4,
+        maxnreg=168,
+        launch_pdl=True,
+    )
+    return merged(schedule, results)
+
+
+def _gluon_decode_fp8(batch_invariant: bool) -> Callable[..., AttentionOutput]:
+    def decode(
+        ql_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        max_seqlen_q: int,
+        softmax_scale: float,
+        cache_format: CacheFormat,
+        kv_scale: torch.Tensor,
+    ) -> AttentionOutput:
+        """Multi-query attention over the latent cache, codes expanded to bfloat16 once for each row tile.
+
+        score[s h j] = softmax_scale · (ql_nope[s h] · kv_c[j]  +  q_pe[s h] · k_pe[j])
+
+        Raises: ValueError for what ``supports`` declines. Lengths and block ids are the caller's promise.
+        Error: keys rounded to bfloat16; scores, softmax, sums and partial results in float32; weights rounded
+        to bfloat16.
+        Source: the two-warpgroup schedule of FlashMLA (docs/20250422-new-kernel-deep-dive.md there).
+        """
+        t, h, c = ql_nope.shape
+        if (c, q_pe.shape[2]) != (LATENT, ROPE):
+            raise ValueError(f"ql_nope, q_pe: {c} and {q_pe.shape[2]} channels, must be {LATENT} and {ROPE}")
+        if cache_format.name not in TILED or ql_nope.dtype != torch.bfloat16:
+            raise ValueError(
+                f"kv_cache: {cache_format.name} with {ql_nope.dtype} queries, must be one of "
+                f"{', '.join(TILED)} with torch.bfloat16"
+            )
+        if softmax_scale <= 0:
+            raise ValueError(f"softmax_scale: is {softmax_scale}, must be positive")
+        if reason := why_not_strides(kv_cache) or why_not_block_size(kv_cache.shape[1]):
+            raise ValueError(reason)
+        if t == 0:
+            return AttentionOutput(torch.empty_like(ql_nope), ql_nope.new_empty((t, h), dtype=torch.float32))
+        schedule = plan(
+            cu_seqlens_q,
+            cache_seqlens,
+            num_tokens=t,
+            num_heads=h,
+            max_kv_len=block_table.shape[1] * kv_cache.shape[1],
+            batch_invariant=batch_invariant,
+        )
+        return attend(schedule, ql_nope, q_pe, kv_cache, block_table, softmax_scale, cache_format, kv_scale)
+
+    return decode
+
+
+gluon_decode_fp8 = implements(PROBLEM, values=False)(_gluon_decode_fp8(batch_invariant=False))
+batch_invariant = implements(PROBLEM, values=False)(_gluon_decode_fp8(batch_invariant=True))
+
+
+def prepare(
+    ql_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    cache_format: CacheFormat,
+    kv_scale: torch.Tensor,
+) -> Prepared:
+    """The plan of a step made, and one layer's attention left."""
+    t, h, _ = ql_nope.shape
+    width = block_table.shape[1] * kv_cache.shape[1]
+    schedule = plan(cu_seqlens_q, cache_seqlens, num_tokens=t, num_heads=h, max_kv_len=width)
+
+    def run() -> AttentionOutput:
+        return attend(schedule, ql_nope, q_pe, kv_cache, block_table, softmax_scale, cache_format, kv_scale)
+
+    return Prepared(run, lambda output: output)
+
+
+def supports(case: Case) -> str | None:
+    """One width, bfloat16 queries, an fp8 format, whole boxes and aligned strides."""
+    dims = case.config.kv_lora_rank, case.config.qk_rope_head_dim
+    if dims != (LATENT, ROPE):
+        return f"{dims[0]} latent and {dims[1]} rope channels, needs {LATENT} and {ROPE}"
+    if case.cache_format not in TILED:
+        return f"{case.cache_format} cache, needs one of {', '.join(TILED)}"
+    if case.dtype != "bfloat16":
+        return f"{case.dtype} queries, needs bfloat16"
+    return why_not_placed(case)
+
+
+BACKEND = Backend(
+    "mla_fast.gluon_decode_fp8",
+    "latent_attention",
+    gluon_decode_fp8,
+    Numerics(
+        accumulate="float32",
+        kv=INPUT,
+        p=INPUT,
+        sum_rounded_p=False,
+        partial="float32",
+        max_splits=132,
+        min_tile=BLOCK,
+    ),
+    requires,
+    supports,
+    {"batch_invariant": batch_invariant},
+    prepare,
+)

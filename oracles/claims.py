@@ -1,11 +1,10 @@
 """A conformance run cut into tests: one for each problem, oracle and stage that a backend is held to.
 
-The verdicts are those of ``mla-verify run`` on the same backend: same matrix, same turns. They are made once
-in a process for all tests of a stage, on first use, and only of the oracles that somebody is waiting for.
+The verdicts are those of ``mla-verify run`` on the same backend: same matrix, same turns. Those of one stage
+are made together, since claims look at the same runs, and only of the oracles that somebody is waiting for.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -95,7 +94,6 @@ def claims_of(selection: Selection) -> list[Claim]:
     ]
 
 
-@cache
 def _jobs(selection: Selection) -> list[tuple[str, Job]]:
     """Every case, by stage."""
     jobs = jobs_of(
@@ -128,14 +126,14 @@ def _limits(selection: Selection) -> Limits | None:
     return None if timeout == "0" else Limits(duration(timeout))
 
 
-@cache
-def _judged(selection: Selection, problem: str, stage: str, wanted: tuple[str, ...]) -> list[Verdict]:
+def judged(claim: Claim, wanted: Sequence[str]) -> list[Verdict]:
+    """The verdicts of the ``wanted`` oracles on every case of a claim's stage."""
     chosen = [
-        job._replace(only=wanted)
-        for of, job in _jobs(selection)
-        if (job.case.problem, of) == (problem, stage)
+        job._replace(only=tuple(wanted))
+        for stage, job in _jobs(claim.selection)
+        if (job.case.problem, stage) == (claim.problem, claim.stage)
     ]
-    by_job = dict(judge_all(chosen, 1, _limits(selection)))
+    by_job = dict(judge_all(chosen, 1, _limits(claim.selection)))
     return [verdict for index in range(len(chosen)) for verdict in by_job[index]]
 
 
@@ -146,11 +144,10 @@ class Outcome(NamedTuple):
     skipped: str = ""
 
 
-def outcome_of(claim: Claim, wanted: Sequence[str]) -> Outcome:
-    """The claim, judged together with the other ``wanted`` oracles of its stage."""
-    judged = _judged(claim.selection, claim.problem, claim.stage, tuple(wanted))
+def outcome_of(claim: Claim, of_stage: Sequence[Verdict]) -> Outcome:
+    """What the verdicts of its stage say of a claim."""
     # A process that ended outside of every claim broke them all.
-    verdicts = [verdict for verdict in judged if verdict.oracle in (claim.oracle, "")]
+    verdicts = [verdict for verdict in of_stage if verdict.oracle in (claim.oracle, "")]
     if any(verdict.status in BROKEN for verdict in verdicts):
         small = claim.stage == DRAWN
         return Outcome(failed="\n".join(_failures(verdicts, claim.selection if small else None)))

@@ -17,6 +17,7 @@ import pytest
 
 if TYPE_CHECKING:
     from oracles.claims import Claim, Selection
+    from oracles.verdict import Verdict
 
 MARKER = "mla_conformance"
 ARGUMENT = "mla_claim"  # the parameter that marked functions are given
@@ -25,7 +26,9 @@ FILE = "mla-verify"  # where tests are that no file holds
 
 NAMES = ("problem", "preset", "format", "oracle")
 
+# By what is judged together: the oracles that were chosen, and the verdicts so far.
 _WANTED = pytest.StashKey[dict[tuple["Selection", str, str], list[str]]]()
+_JUDGED = pytest.StashKey[dict[tuple["Selection", str, str], list["Verdict"]]]()
 
 
 class Known(NamedTuple):
@@ -205,9 +208,12 @@ def _claim(item: pytest.Item) -> Claim | None:
 
 def _hold(item: pytest.Item, claim: Claim) -> None:
     """Raises: what pytest takes for a failure or a skip."""
-    from oracles.claims import outcome_of
+    from oracles.claims import judged, outcome_of
 
-    failed, skipped = outcome_of(claim, item.session.stash[_WANTED][_together(claim)])
+    stash, key = item.session.stash, _together(claim)
+    if key not in stash[_JUDGED]:
+        stash[_JUDGED][key] = judged(claim, stash[_WANTED][key])
+    failed, skipped = outcome_of(claim, stash[_JUDGED][key])
     if failed:
         pytest.fail(failed, pytrace=False)
     if skipped:
@@ -253,6 +259,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if (claim := _claim(item)) is not None:
             wanted.setdefault(_together(claim), []).append(claim.oracle)
     session.stash[_WANTED] = {key: list(dict.fromkeys(oracles)) for key, oracles in wanted.items()}
+    session.stash[_JUDGED] = {}
 
 
 def _expect(config: pytest.Config, ours: Sequence[tuple[pytest.Item, Claim]]) -> None:

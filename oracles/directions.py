@@ -58,7 +58,7 @@ from oracles.likely import (
 from oracles.probes import admitted, materialized
 from oracles.verdict import Finding, Worst
 
-# Rows that are judged, and elements of rows × keys × channels that one temporary may have.
+# Rows that are judged, and rows × keys × channels of them in one chunk of rows, which is what it costs.
 MAX_ROWS = 64
 MAX_ELEMENTS = 2**24
 
@@ -74,7 +74,7 @@ POWER_MARGIN = 1.3
 class Sample(NamedTuple):
     """Rows of one request, for a head or for all that share their values, of which directions are judged.
 
-    tokens, heads [n]: where in the output they are. weights, scores, excess [n j]. total, keys [n].
+    tokens, heads [n]: where in the output they are. weights, scores, excess [n j]. total [n].
     values [j v]. out [n v]: the truth. radius [n v]: the likely one. half [n v]: half the output's spacing.
     coherent [n v]: errors of single channels that may all point one way. normaliser [n]: of the denominator.
     shift [n v]: Δ. cells: of these rows. deltas: p δ [n j] for several maxima.

@@ -13,7 +13,7 @@ from oracles.compare import within, worst_of
 from oracles.directions import likely
 from oracles.likely import claimed
 from oracles.oracle import Oracle, Trial
-from oracles.probes import LATENT, nothing
+from oracles.probes import ATTENTION, nothing
 from oracles.verdict import Finding
 
 
@@ -34,6 +34,6 @@ def check(trial: Trial) -> Finding:
 ORACLE = Oracle(
     name="likely",
     check=check,
-    problems=LATENT,
+    problems=ATTENTION,
     kills=("one_element_off_in_a_long_row", "accumulator_in_bf16_in_the_noise", "key_dropped_among_many"),
 )

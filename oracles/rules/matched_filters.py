@@ -12,7 +12,7 @@ Kills: truncation instead of rounding, of the weights or of the output.
 
 from oracles.directions import filters, finding, sampled
 from oracles.oracle import Oracle, Trial
-from oracles.probes import LATENT, nothing
+from oracles.probes import ATTENTION, nothing
 from oracles.verdict import Finding
 
 WORDS = {
@@ -36,7 +36,7 @@ def check(trial: Trial) -> Finding:
 ORACLE = Oracle(
     name="matched_filters",
     check=check,
-    problems=LATENT,
+    problems=ATTENTION,
     kills=(
         "weights_truncated",
         "output_truncated_in_the_noise",

@@ -11,7 +11,7 @@ Kills: weights in a narrower type than declared, splits with each other's weight
 
 from oracles.directions import finding, lengths, sampled
 from oracles.oracle import Oracle, Trial
-from oracles.probes import LATENT, nothing
+from oracles.probes import ATTENTION, nothing
 from oracles.verdict import Finding
 
 
@@ -28,6 +28,6 @@ def check(trial: Trial) -> Finding:
 ORACLE = Oracle(
     name="row_norm",
     check=check,
-    problems=LATENT,
+    problems=ATTENTION,
     kills=("key_dropped_among_many", "splits_exchanged"),
 )

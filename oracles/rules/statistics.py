@@ -15,7 +15,7 @@ from mla_ref.case import Case
 from oracles.directions import Reading, finding, sampled
 from oracles.ensemble import readings, replays
 from oracles.oracle import Oracle, Trial
-from oracles.probes import LATENT, materialized, nothing
+from oracles.probes import ATTENTION, materialized, nothing
 from oracles.verdict import Finding
 
 WORDS = "{effect:+.3g} of what would be all of it"
@@ -55,7 +55,7 @@ def _suspects(looked: list[Reading]) -> set[tuple[str, bool]]:
 ORACLE = Oracle(
     name="statistics",
     check=check,
-    problems=LATENT,
+    problems=ATTENTION,
     kills=(
         "weights_truncated",
         "output_truncated_in_the_noise",

@@ -30,6 +30,7 @@ DECODE = (
     Shape("latent_attention", 32, 32, 1, 4096),
     Shape("latent_attention", 8, 128, 1, 8192),
 )
+COPIED = ("bf16", "fp8_e4m3", "fp8_ds_mla", "fp8_ds_mla_pow2")
 SUITES: dict[str, tuple[Shape, ...]] = {
     "decode": DECODE,
     "decode-fp8": (
@@ -43,12 +44,8 @@ SUITES: dict[str, tuple[Shape, ...]] = {
         Shape("attention", 1, 16, 4096, 36864),
     ),
     "copy": (
-        Shape("cache_write", 16, 16, 8192, 8192),
-        Shape("cache_write", 16, 16, 8192, 8192, "fp8_e4m3"),
-        Shape("cache_write", 16, 16, 8192, 8192, "fp8_ds_mla"),
-        Shape("cache_gather", 16, 16, 8192, 8192),
-        Shape("cache_gather", 16, 16, 8192, 8192, "fp8_e4m3"),
-        Shape("cache_gather", 16, 16, 8192, 8192, "fp8_ds_mla"),
+        *(Shape("cache_write", 32, 16, 8192, 8192, fmt) for fmt in COPIED),
+        *(Shape("cache_gather", 32, 16, 8192, 8192, fmt) for fmt in COPIED),
         Shape("merge_states", 2, 16, 32768, 4096),
         Shape("merge_states", 8, 16, 8192, 4096),
     ),

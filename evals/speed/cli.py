@@ -6,6 +6,7 @@ Exit codes: 0 somebody was timed and nobody was wrong; 1 one was wrong, or raise
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,9 +62,9 @@ def bench(
         pace = Pace() if where.type == "cuda" else SLOW
         if rounds:
             pace = Pace(**{**vars(pace), "rounds": rounds})
-        record = race(todo, backend or [], device=where, pace=pace, seen=lambda r: _write(r, json_file))
+        record = race(todo, backend or [], device=where, pace=pace, seen=partial(_seen, path=json_file))
         if plot_file:
-            plot(record, plot_file)
+            plot(record).savefig(plot_file)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     _console().print(show(record, base))
@@ -84,7 +85,7 @@ def show_command(
         if plot_file:
             if not one:
                 raise ValueError(f"--plot draws one run, and these are {len(records)}")
-            plot(records[0], plot_file)
+            plot(records[0]).savefig(plot_file)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     _console().print(show(records[0], base) if one else side_by_side(records))
@@ -118,7 +119,11 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _write(record: dict[str, Any], path: Path | None) -> None:
+def _seen(record: dict[str, Any], path: Path | None) -> None:
+    """Say what was raced, where somebody watches, and keep it, in case the rest is cut off."""
+    if sys.stderr.isatty():
+        case = record["cases"][-1]
+        typer.echo(f"{case['label']}: {case['seconds']} s", err=True)
     if path:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

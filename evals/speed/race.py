@@ -6,7 +6,7 @@
 - Turns: every contestant runs for a fixed time, then the next; the order is reversed from one round to the
   next, so that none is always behind the same one. The first third of a turn, while clocks settle, is not
   counted. Medians and the 10th and 90th percentile are of all counted samples.
-- Control: the first contestant runs once more under another name. What they differ by is noise.
+- Control: the first contestant that is a graph runs once more under another name. The difference is noise.
 - Ceilings: a large copy and a large bfloat16 product, before the first shape and after the last; the larger
   of each pair counts.
 - Verdict: each contestant's output is judged before it may run, and what its graph left is judged after its
@@ -119,7 +119,9 @@ def race(
         "cases": [],
     }
     for case, names in todo:
+        start = time.perf_counter()
         record["cases"].append({"run": record["run"], **_raced(case, names, device, pace)})
+        record["cases"][-1]["seconds"] = round(time.perf_counter() - start, 1)
         seen(record)
     record["ceilings"].append(ceilings(device, pace))
     seen(record)
@@ -214,7 +216,8 @@ def _raced(case: Case, names: Sequence[tuple[str, str]], device: torch.device, p
                 _enter(entrant, fresh, copies, judge, device)
         fit = [entrant for entrant in contestants if entrant.status == PASS]
         if fit:
-            control = replace(fit[0], name=fit[0].name + CONTROL, seconds=[], clocks=[])
+            twice = next((entrant for entrant in fit if entrant.how == "graph"), fit[0])
+            control = replace(twice, name=twice.name + CONTROL, seconds=[], clocks=[])
             _ready(control, _runs(control, copies), device)
             contestants.append(control)
             _take_turns([*fit, control], pace, device)
@@ -330,7 +333,7 @@ def _graph(
 
 
 def _events(call: Callable[[], Any], seconds: float, device: torch.device) -> list[float]:
-    """Seconds of each of so many calls as take ``seconds``, enqueued at once; at least three are counted."""
+    """Seconds of each of so many calls as take ``seconds``, enqueued at once; at least two are counted."""
 
     def timed(count: int) -> list[float]:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
@@ -342,7 +345,7 @@ def _events(call: Callable[[], Any], seconds: float, device: torch.device) -> li
         return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
     with torch.cuda.device(device):
-        count = max(5, math.ceil(seconds / max(timed(1)[0], 1e-6)))
+        count = max(3, math.ceil(seconds / max(timed(1)[0], 1e-6)))
         samples = timed(count)
     return samples[count // 3 :]
 
@@ -350,13 +353,8 @@ def _events(call: Callable[[], Any], seconds: float, device: torch.device) -> li
 def _calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> Callable[[float], list[float]]:
     """A turn of plain calls, what the host does between them included."""
     if device.type == "cuda":
-        num_calls = len(calls) * math.ceil(CALLS / len(calls))
-
-        def several() -> None:
-            for i in range(num_calls):
-                calls[i % len(calls)]()
-
-        return lambda seconds: [x / num_calls for x in _events(several, seconds, device)]
+        turns = itertools.cycle(calls)
+        return lambda seconds: _events(lambda: next(turns)(), seconds, device)
 
     def turn(seconds: float) -> list[float]:
         samples: list[float] = []

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from oracles.verdict import BROKEN, PASS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NO_RATIO = (
     "no ratios: these are different runs. Clocks, temperature, drivers and neighbours differ between runs, "
@@ -140,7 +143,7 @@ def outcome(record: dict[str, Any]) -> tuple[int, int]:
     )
 
 
-def plot(record: dict[str, Any], path: Path) -> None:
+def plot(record: dict[str, Any]) -> "Figure":
     """Shares of the nearer ceiling, a bar a contestant, with the 10th to 90th percentile.
 
     Raises: ValueError where matplotlib is not installed.
@@ -178,4 +181,4 @@ def plot(record: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("% of the nearer ceiling of the same run")
     axes.set_title(f"{record['machine']['name']}, run {record['run'][:12]}", fontsize=9)
     axes.legend(fontsize=7)
-    figure.savefig(path)
+    return figure

@@ -1,6 +1,7 @@
-"""The adapters' own conversions, around stand-ins that behave as the libraries document themselves.
+"""The adapters: to libraries that run on a CPU themselves, and to others their own conversions alone.
 
-What FlashMLA and FlashAttention-3 compute is judged on a Hopper GPU; here it is what the adapters make of it.
+What FlashMLA, FlashAttention-3 and FlashInfer compute is judged on a Hopper GPU. Here stand-ins behave as the
+first two document themselves, and what is judged is what the adapters make of it.
 """
 
 import sys
@@ -11,11 +12,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from mla_fast import flash_attn_3, flash_mla
+from mla_fast import flash_attn_3, flash_mla, transformers_layer
 from mla_ref.backend import Backend, available
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.layout import CacheLayout
+from mla_ref.presets import preset
 from mla_ref.problem import problem
 from oracles.verdict import FAIL, PASS, UNSUPPORTED
 from oracles.verify import judge
@@ -152,3 +154,58 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
 def test_unsupported_says_why(backend: Backend, case: Case, reason: str) -> None:
     assert reason in (backend.supports(case) or "")
     assert {v.status for v in judge(replace(backend, requires=available), case)} == {UNSUPPORTED}
+
+
+LAYERS = ("deepseek-v3", "deepseek-v2-lite", "moonlight-16b-a3b", "minicpm3-4b", "glm-4.7-flash")
+
+
+def layer_case(name: str, seed: int, **changes: object) -> Case:
+    """A model's layer with few heads and narrow projections, its latent and scales untouched."""
+    config = preset(name)
+    config = replace(config, num_heads=2, hidden_size=72, q_lora_rank=config.q_lora_rank and 56)
+    case = Case(
+        problem="layer", config=config, q_lens=(4, 2, 0, 1), kv_lens=(2, 33, 5, 1), dtype="float32",
+        cache_format="fp32", block_size=16, seed=seed,
+    )  # fmt: skip
+    return replace(case, **changes)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_transformers_layer(name: str, seed: int) -> None:
+    pytest.importorskip("transformers", reason="judges transformers' own layer")
+    verdicts = judge(transformers_layer.BACKEND, layer_case(name, seed))
+    assert {v.status for v in verdicts} == {PASS}, [v.detail for v in verdicts if v.status != PASS]
+
+
+@pytest.mark.parametrize("wrong", ["order", "mask", "context"])
+def test_a_wrong_conversion_of_the_layer_is_caught(
+    wrong: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="judges transformers' own layer")
+    if wrong == "order":
+        monkeypatch.setattr(transformers_layer, "reordered", lambda k_pe, to_theirs, interleaved: k_pe)
+    if wrong == "mask":
+        causal = transformers_layer.causal_mask
+        monkeypatch.setattr(transformers_layer, "causal_mask", lambda *args: torch.ones_like(causal(*args)))
+    if wrong == "context":
+        gather = transformers_layer.gather
+        monkeypatch.setattr(transformers_layer, "gather", lambda *args: gather(*args) * 1.01)
+    case = layer_case("deepseek-v3", seed)  # with so few channels that bounds are sharp
+    narrow = replace(case.config, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    case = replace(case, config=narrow)
+    verdicts = judge(transformers_layer.BACKEND, case, oracles=["value", "stored"])
+    assert FAIL in {v.status for v in verdicts}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("deepseek-v3", {"dtype": "bfloat16", "cache_format": "bf16"}, "float32 throughout"),
+        ("longcat-flash", {}, "no scales of its latents"),
+        ("kimi-linear-48b", {}, "rotates by DeepSeek's own tables"),
+    ],
+)
+def test_the_layer_says_what_it_declines(
+    name: str, changes: dict[str, object], reason: str, seed: int
+) -> None:
+    assert reason in (transformers_layer.supports(layer_case(name, seed, **changes)) or "")

@@ -5,7 +5,7 @@ come in blocks; within one, each case takes the values that make the most pairs 
 block has had. One case in ``LARGE_EVERY`` may be ``LARGE`` times as much work as the others.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import combinations
@@ -24,6 +24,8 @@ BLOCK = 256
 # Of ``dimensions.elements``: a few milliseconds' work, and for one case in so many this many times as much.
 ELEMENTS = 250_000
 LARGE_EVERY, LARGE = 32, 16
+
+ANY_SIZE = 2**62
 
 # Tries to find a first case that a backend supports.
 SEARCH = 5000
@@ -170,3 +172,56 @@ def _plainer(space: _Space, values: Sequence[int], order: Sequence[int]) -> Iter
         for start in range(len(order) - num_plain, -1, -1) if num_plain < 3 else (len(order) - num_plain,):
             plain = set(order[start : start + num_plain])
             yield [space.plain[i] if i in plain else value for i, value in enumerate(values)]
+
+
+class Covered(NamedTuple):
+    """What some cases of one problem have had.
+
+    values: dimension -> (values had, values that can be had). pairs: likewise of values of two dimensions.
+    """
+
+    problem: str
+    cases: int
+    values: dict[str, tuple[int, int]]
+    pairs: tuple[int, int]
+
+    def line(self) -> str:
+        """One line for a person: what is complete, what is not."""
+        had, possible = self.pairs
+        short = [f"{name} {a} of {b}" for name, (a, b) in self.values.items() if a < b]
+        missing = f"; values: {', '.join(short)}" if short else "; every value"
+        share = 100 * had // possible
+        return f"{self.problem}: {self.cases} cases, {had} of {possible} pairs ({share} %){missing}"
+
+
+def covered(problem: str, cases: Iterable[Case], supports: Supports | None = None) -> Covered:
+    """How much of a problem's dimensions the cases have had, of what cases of any size can have.
+
+    supports: a backend's; what it does not take is not counted as missing.
+
+    Raises: ValueError if no case is found that it takes.
+    """
+    space = _space(problem, supports, ANY_SIZE)
+    possible, first = _possible(space), _firsts(space)
+    had, count = np.zeros_like(possible), 0
+    for case in cases:
+        count += 1
+        values = dimensions(case)
+        ids = [
+            first[axis] + DIMENSIONS[name].values.index(values[name])
+            for axis, name in enumerate(space.names)
+            if values[name] in DIMENSIONS[name].values
+        ]
+        had[np.ix_(ids, ids)] = True
+    # On the diagonal of ``had`` are single values; ``possible`` has no pairs within a dimension.
+    single, apart = had.diagonal(), ~np.eye(len(had), dtype=bool)
+    spans = {name: slice(first[axis], first[axis + 1]) for axis, name in enumerate(space.names)}
+    return Covered(
+        problem,
+        count,
+        {
+            name: (int(single[span].sum()), int((single[span] | possible[span].any(1)).sum()))
+            for name, span in spans.items()
+        },
+        (int((had & apart).sum()) // 2, int(((had | possible) & apart).sum()) // 2),
+    )

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
 
 from mla_ref.problem import problem, problems
-from oracles.coverage import BLOCK, ELEMENTS, LARGE, LARGE_EVERY, draw
+from oracles.coverage import BLOCK, ELEMENTS, LARGE, LARGE_EVERY, covered, draw
 from oracles.dimensions import DIMENSIONS, dimensions, elements, names_of
 
 PROBLEMS = tuple(problems())
@@ -69,3 +70,42 @@ def test_only_supported_cases_are_drawn():
     assert len({case.cache_format for case in drawn}) > 2
     with pytest.raises(ValueError, match="none of 5000 random cases is supported"):
         draw("latent_attention", 0, 0, lambda case: "never")
+
+
+def test_what_was_had_is_counted_and_nothing_else():
+    one = draw("rope", 0, 3)
+    first = covered("rope", [one])
+    axes = len(names_of("rope"))
+    assert first.cases == 1
+    assert first.pairs[0] == axes * (axes - 1) // 2
+    assert {had for had, _ in first.values.values()} == {1}
+    twice = covered("rope", [one, replace(one, seed=5)])
+    assert twice.pairs == first.pairs
+    other = replace(one, dtype="float64" if one.dtype != "float64" else "float16")
+    more = covered("rope", [one, other])
+    assert more.pairs[0] == first.pairs[0] + axes - 1
+    assert more.values["dtype"] == (2, 4)
+    assert "rope: 2 cases" in more.line()
+
+
+def test_values_that_are_no_dimensions_of_ours_are_not_counted():
+    one = draw("rope", 0, 3)
+    strange = replace(one, config=replace(one.config, num_heads=7))
+    assert covered("rope", [strange]).values["heads"] == (0, 10)
+
+
+@pytest.mark.parametrize("name", ["latent_attention", "cache_gather", "merge_states"])
+def test_a_block_has_nearly_every_pair(name):
+    found = covered(name, (draw(name, 2, i) for i in range(BLOCK)))
+    had, possible = found.pairs
+    assert had > 0.95 * possible
+    assert all(a == b for a, b in found.values.values()), found.line()
+
+
+def test_what_a_backend_does_not_take_is_not_missing():
+    def supports(case):
+        return None if case.dtype == "bfloat16" and case.regime == "plain" else "no"
+
+    found = covered("rope", (draw("rope", 0, i, supports) for i in range(64)), supports)
+    assert found.values["dtype"] == (1, 1)
+    assert found.values["values"] == (1, 1)

@@ -241,10 +241,10 @@ def _histogram(bins: Counter[int]) -> Any:
         width = 1.0 / BINS
         heights = [bins[i] for i in range(BINS)]
         axes.bar([i * width for i in range(BINS)], heights, width * 0.86, align="edge", color=GOOD)
-        axes.bar([1.06], [bins[BINS]], 0.06, align="edge", color=BAD)
-        axes.axvline(1.02, color=INK, linewidth=0.8)
+        axes.bar([1.05], [bins[BINS]], 0.06, align="edge", color=BAD)
+        axes.axvline(1.0, color=INK, linewidth=0.8)
         axes.set_xlim(0.0, 1.13)
-        axes.set_xticks([0.0, 0.25, 0.5, 0.75, 1.0, 1.09], ["0", "0.25", "0.5", "0.75", "1", ">1"])
+        axes.set_xticks([0.0, 0.25, 0.5, 0.75, 1.0, 1.08], ["0", "0.25", "0.5", "0.75", "1", ">1"])
         axes.yaxis.set_major_locator(_whole_numbers())
 
     return _svg(draw, (3.4, 1.5))

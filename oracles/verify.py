@@ -5,18 +5,18 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from mla_ref.backend import Backend, backends_in
 from mla_ref.case import Case
-from mla_ref.numerics import Numerics
 from mla_ref.problem import Problem, problem
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.compare import why_not_comparable
 from oracles.oracle import Oracle, Trial, private_copy, rules
+from oracles.probes import admitted, materialized
 from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict
 
 # Where backends live; reached by name, so that the judge imports none of them.
@@ -129,7 +129,7 @@ def _judge_variant(
     device: str,
     wanted: list[Oracle],
 ) -> Iterator[Verdict]:
-    inputs = _inputs(case, device)
+    inputs = materialized(case, device)  # implementations see copies, so all of them may share these
     runs: list[tuple[Any, Any]] = []
 
     @cache
@@ -137,7 +137,7 @@ def _judge_variant(
         if contract.name not in ADMISSIBLE:
             return {}
         if not contract.writes:
-            return _expected(case, device, backend.numerics)
+            return admitted(materialized, case, device, backend.numerics)
         written = {name: getattr(left(), name) for name in contract.writes}
         return ADMISSIBLE[contract.name](inputs._replace(**written), backend.numerics)
 
@@ -269,14 +269,3 @@ def _as_output(contract: Problem, output: Any) -> Any:
 def _line(error: BaseException) -> str:
     """The first line of an error's message."""
     return (str(error).splitlines() or [""])[0]
-
-
-@lru_cache(maxsize=1)
-def _inputs(case: Case, device: str) -> Any:
-    """A case's tensors. Implementations only ever see copies, so every variant and backend may share them."""
-    return problem(case.problem).materialize(case, torch.device(device))
-
-
-@lru_cache(maxsize=4)
-def _expected(case: Case, device: str, numerics: Numerics) -> Mapping[str, Admissible]:
-    return ADMISSIBLE[case.problem](_inputs(case, device), numerics)

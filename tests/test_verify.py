@@ -241,7 +241,7 @@ def test_what_is_written_in_place_is_judged_as_it_was_left(case):
     inputs = problem(case.problem).materialize(case, torch.device("cpu"))
     before = storage_bytes(inputs.kv_cache).clone()
     judge(reference, case)
-    assert torch.equal(storage_bytes(verify._inputs(case, "cpu").kv_cache), before)
+    assert torch.equal(storage_bytes(verify.materialized(case, "cpu").kv_cache), before)
 
 
 def test_every_rule_says_what_it_claims():

@@ -54,10 +54,10 @@ class Plan(NamedTuple):
         return list(self.problems)[number % len(self.problems)]
 
     def job(self, number: int, case: Case) -> Job:
-        """A backend's own function and one variant, with the oracles whose turn it is."""
-        spec = self.backend(number)
-        turn = number // len(self.problems), TURNS
-        return Job(case, (spec,), self.oracles[self.problems[spec]], self.device, turn)
+        """A backend's own function or a variant, with the oracles whose turn it is."""
+        spec, index = self.backend(number), number // len(self.problems)
+        oracles = self.oracles[self.problems[spec]]
+        return Job(case, (spec,), oracles, self.device, (index, TURNS), by_lot=True)
 
 
 class _Drawing(NamedTuple):

@@ -18,6 +18,7 @@ one run shows is judged on every case; of the oracles that run an implementation
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,9 @@ OF_ONE_RUN = (
     "allocation",
     "rope_norm",
 )
+
+# Of these, the ones that cost several times as much as all others.
+COSTLY = ("likely", "row_norm", "matched_filters", "statistics")
 
 # No multiples of a tile.
 MAX_HIDDEN, MAX_QUERY_RANK = 328, 104
@@ -188,6 +192,7 @@ class Job(NamedTuple):
         None: all of them are tried.
     only: of the oracles, those that are wanted now; turns are those of all of them. Empty: all.
     function: of a backend's functions, the one that is wanted now, its own being ""; None: all.
+    by_lot: turns are independent of each other, one function and one costly oracle of each sort at a time.
     """
 
     case: Case
@@ -197,6 +202,7 @@ class Job(NamedTuple):
     turn: tuple[int, int] | None = None
     only: tuple[str, ...] = ()
     function: str | None = None
+    by_lot: bool = False
 
 
 def trials(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
@@ -212,12 +218,30 @@ def _turns(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]
     own = ""
     if job.turn is None:
         return [(name, job.oracles) for name in (own, *variants)]
+    if job.by_lot:
+        return [_by_lot(job, variants)]
     at, of = (n // len(STAGES) for n in job.turn)
     first = tuple(name for name in job.oracles if name in OF_ONE_RUN)
     again = whose_turn([name for name in job.oracles if name not in OF_ONE_RUN], at, of)
     tried = [own, *whose_turn(variants, at, of)]
     whose = own if job.turn[0] % 2 == 0 or not variants else tried[1]
     return [(name, first + tuple(again if name == whose else ())) for name in tried]
+
+
+def _by_lot(job: Job, variants: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Every second time a backend's own function, and over many turns every function with every oracle."""
+    assert job.turn is not None
+    lot = Random(job.turn[0])
+
+    def one_of(names: Sequence[str]) -> list[str]:
+        return [names[int(lot.random() * len(names))]] if names else []
+
+    own = lot.random() < 0.5 or not variants
+    [function] = [""] if own else one_of(variants)
+    costly = [name for name in job.oracles if name in COSTLY]
+    again = [name for name in job.oracles if name not in OF_ONE_RUN]
+    left_out = {*costly, *again}.difference(one_of(costly), one_of(again))
+    return function, tuple(name for name in job.oracles if name not in left_out)
 
 
 def whose_turn(names: Sequence[str], at: int, of: int) -> list[str]:

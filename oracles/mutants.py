@@ -591,28 +591,38 @@ def _merge_mutants() -> dict[str, tuple[Case, Run]]:
     }
 
 
+Tables = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def by_angle(narrow: Tables) -> Run:
+    """Interleaved rotation by tables made in another way: (positions, frequencies) -> cos, sin."""
+
+    def run(inputs: Any) -> RopeOutput:
+        cos, sin = narrow(inputs.positions, inv_freq(inputs.rope, inputs.x.shape[-1]))
+        cos, sin = (x[:, None].float() * inputs.rope.table_scale for x in (cos, sin))
+        a, b = inputs.x.float()[..., 0::2], inputs.x.float()[..., 1::2]
+        out = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        return RopeOutput(out.to(inputs.x.dtype))
+
+    return run
+
+
+def _cos_sin(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return angle.cos(), angle.sin()
+
+
+def _bf16_table(t: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = _cos_sin(t[:, None] * f)
+    return cos.bfloat16(), sin.bfloat16()
+
+
+def _bf16_frequencies(t: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _cos_sin(t[:, None] * f.bfloat16().double())
+
+
 def _rope_mutants() -> dict[str, tuple[Case, Run]]:
     def config(**changes: Any) -> Run:
         return changed(rotate, rope=lambda x: replace(x.rope, **changes))
-
-    def by_angle(narrow: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Run:
-        """Half-split rotation by tables made in another way: (positions, frequencies) -> cos, sin."""
-
-        def run(inputs: Any) -> RopeOutput:
-            cos, sin = narrow(inputs.positions, inv_freq(inputs.rope, inputs.x.shape[-1]))
-            cos, sin = (x[:, None].float() * inputs.rope.table_scale for x in (cos, sin))
-            a, b = inputs.x.float()[..., 0::2], inputs.x.float()[..., 1::2]
-            out = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-            return RopeOutput(out.to(inputs.x.dtype))
-
-        return run
-
-    def cos_sin(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return angle.cos(), angle.sin()
-
-    def bf16_table(t: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = cos_sin(t[:, None] * f)
-        return cos.bfloat16(), sin.bfloat16()
 
     exact = replace(ROPE, dtype="float32")
     return {
@@ -624,13 +634,10 @@ def _rope_mutants() -> dict[str, tuple[Case, Run]]:
         "rope_yarn_ignored": (ROPE_YARN, config(scaling=DEFAULT, attention_factor=YARN_ROPE.table_scale)),
         "rope_yarn_without_ramp": (ROPE_YARN, config(beta_fast=81.0, beta_slow=81.0)),
         "rope_yarn_without_magnitude": (ROPE_YARN, config(attention_factor=1.0)),
-        "rope_table_in_bf16": (ROPE, by_angle(bf16_table)),
-        "rope_frequencies_in_bf16": (
-            ROPE,
-            by_angle(lambda t, f: cos_sin(t[:, None] * f.bfloat16().double())),
-        ),
-        "rope_positions_in_bf16": (ROPE, by_angle(lambda t, f: cos_sin(t.bfloat16().double()[:, None] * f))),
-        "rope_angle_in_float32": (exact, by_angle(lambda t, f: cos_sin(t.float()[:, None] * f.float()))),
+        "rope_table_in_bf16": (ROPE, by_angle(_bf16_table)),
+        "rope_frequencies_in_bf16": (ROPE, by_angle(_bf16_frequencies)),
+        "rope_positions_in_bf16": (ROPE, by_angle(lambda t, f: _cos_sin(t.bfloat16().double()[:, None] * f))),
+        "rope_angle_in_float32": (exact, by_angle(lambda t, f: _cos_sin(t.float()[:, None] * f.float()))),
     }
 
 
@@ -773,6 +780,25 @@ def _layer_mutants() -> dict[str, tuple[Case, Run]]:
     def unrotated(inputs: Any) -> Any:
         return inputs._replace(config=replace(inputs.config, rope=replace(inputs.config.rope, rotate=False)))
 
+    def caching_rotated(narrow: Tables) -> Run:
+        """The right output, but cached keys are rotated by tables made in another way."""
+
+        def run(inputs: Any) -> LayerOutput:
+            output, plain = right(*inputs), unrotated(inputs)
+            kv_c, k_pe = latents(plain.hidden_states, plain.positions, plain.weights, plain.config)
+            rope = problem("rope").inputs(k_pe[:, None], inputs.positions, inputs.config.rope)
+            cache_write(
+                kv_c,
+                by_angle(narrow)(rope).x[:, 0],
+                inputs.kv_cache,
+                inputs.slot_mapping,
+                inputs.cache_format,
+                inputs.kv_scale,
+            )
+            return LayerOutput(output.out, inputs.kv_cache)
+
+        return run
+
     def from_zero(inputs: Any) -> torch.Tensor:
         """Positions counted from the first new token."""
         offsets = inputs.cu_seqlens_q.tolist()
@@ -796,6 +822,8 @@ def _layer_mutants() -> dict[str, tuple[Case, Run]]:
         "layer_values_first": (LAYER, weight("kv_b_proj.weight", values_first)),
         "layer_positions_from_zero": (LAYER, changed(right, positions=from_zero)),
         "layer_caches_unrotated": (LAYER, caching(unrotated)),
+        "layer_rotates_by_a_table_in_bf16": (LAYER, caching_rotated(_bf16_table)),
+        "layer_rotates_by_frequencies_in_bf16": (LAYER, caching_rotated(_bf16_frequencies)),
         "layer_caches_next_position": (LAYER, caching(lambda x: x._replace(positions=x.positions + 1))),
     }
 

@@ -67,5 +67,7 @@ ORACLE = Oracle(
         "layer_caches_unrotated",
         "layer_caches_next_position",
         "layer_caches_rotated_twice",
+        "layer_rotates_by_a_table_in_bf16",
+        "layer_rotates_by_frequencies_in_bf16",
     ),
 )

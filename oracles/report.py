@@ -181,6 +181,7 @@ def _failures(found: Found, small: Iterable[Verdict]) -> list[dict[str, Any]]:
             {
                 "verdict": verdict,
                 "count": count,
+                "made_small": group_of(first) in made_small,
                 "case": label(verdict.case),
                 "claim": verdict.oracle if verdict.status == FAIL else "",
                 "again": replay_command(verdict),

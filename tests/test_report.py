@@ -235,6 +235,7 @@ def test_a_campaign_shows_its_failures_made_small(tmp_path, monkeypatch):
     monkeypatch.setattr(RunDirectory, "failures", lambda self: [small])
     _, text = parsed(page(out))
     assert "q=1 kv=1" in text
+    assert "no other verdict; the case was made small" in text
     assert "q=1,2 kv=5,7" not in text
 
 

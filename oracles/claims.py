@@ -18,14 +18,15 @@ from mla_ref.problem import problems
 from oracles.console import describe, distinct, reasons
 from oracles.coverage import draw
 from oracles.fuzz_cli import duration
-from oracles.matrix import Job, jobs_of, load, stage_of, trials
+from oracles.lookup import cases_in
+from oracles.matrix import Job, jobs_of, jobs_on, load, stage_of, trials
 from oracles.pool import judge_all
 from oracles.shrink import smallest
 from oracles.verdict import BROKEN, ERROR, FAIL, NOT_RUN, UNAVAILABLE, Verdict
 from oracles.verify import use_device
 from oracles.worker import Limits
 
-DRAWN = "drawn"
+DRAWN, GIVEN = "drawn", "given"
 
 # How long a function may take for a case where nobody says it.
 PATIENCE = "10m"
@@ -37,6 +38,7 @@ SHRINKING = 200
 class Selection(NamedTuple):
     """What is asked of one backend. Empty names stand for all there are.
 
+    case: recordings, or files of one case, that are judged besides the matrix, in the stage ``GIVEN``.
     cases: how many cases are drawn besides the matrix, in the stage ``DRAWN``; only ``problem`` and
         ``oracle`` narrow those.
     require: whether it is a failure that the backend cannot run here.
@@ -50,6 +52,7 @@ class Selection(NamedTuple):
     preset: tuple[str, ...] = ()
     format: tuple[str, ...] = ()
     oracle: tuple[str, ...] = ()
+    case: tuple[str, ...] = ()
     device: str = "cpu"
     seed: int = 0
     full: bool = False
@@ -96,17 +99,24 @@ def claims_of(selection: Selection) -> list[Claim]:
 
 def _jobs(selection: Selection) -> list[tuple[str, Job]]:
     """Every case, by stage."""
+    spec, oracles = selection.backend, selection.oracle or None
     jobs = jobs_of(
-        specs=[selection.backend],
+        specs=[spec],
         problems=[find_problem(name) for name in selection.problem or problems()],
         configs=[find_preset(name) for name in selection.preset or PRESETS],
         formats=[cache_format(name) for name in selection.format or formats()],
-        oracles=selection.oracle or None,
+        oracles=oracles,
         device=selection.device,
         seed=selection.seed,
         full=selection.full,
     )
-    return [(stage_of(job.case), job) for job in jobs] + [(DRAWN, job) for job in _drawn(selection, jobs)]
+    cases = [case for file in selection.case for case in cases_in(file, problems(), selection.format or None)]
+    given = jobs_on(cases, {spec: load(spec).problem}, oracles, selection.device)
+    return [
+        *((stage_of(job.case), job) for job in jobs),
+        *((GIVEN, job) for job in given),
+        *((DRAWN, job) for job in _drawn(selection, jobs)),
+    ]
 
 
 def _drawn(selection: Selection, jobs: Sequence[Job]) -> Iterator[Job]:

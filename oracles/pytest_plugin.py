@@ -50,6 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     for name in NAMES:
         group.addoption(f"--mla-{name}", action="append", help=f"only this {name}; repeatable")
+    group.addoption(
+        "--mla-case", action="append", metavar="FILE", help="a recording or a case besides; repeatable"
+    )
     group.addoption("--mla-device", help="where kernels run: cpu, cuda, cuda:1 (default: cpu)")
     group.addoption("--mla-seed", type=int, help="everything random follows from it (default: 0)")
     group.addoption(
@@ -68,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mla-require", action="store_true", default=None, help="fail where a backend is unavailable"
     )
     group.addoption("--mla-xfail", metavar="FILE", help="claims that are known to fail, and why")
-    for name in ("backend", *NAMES):
+    for name in ("backend", "case", *NAMES):
         parser.addini(f"mla_{name}", f"as --mla-{name}", type="args", default=[])
     for name in ("device", "seed", "cases", "timeout", "xfail"):
         parser.addini(f"mla_{name}", f"as --mla-{name}", default="")
@@ -80,8 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """The marker is known in every suite."""
     config.addinivalue_line(
         "markers",
-        f"{MARKER}(backend, problem, preset, format, oracle, device, seed, full, cases, require, timeout): "
-        "hold a backend of mla-verify to every claim, one test each",
+        f"{MARKER}(backend, problem, preset, format, oracle, case, device, seed, full, cases, require, "
+        "timeout): hold a backend of mla-verify to every claim, one test each",
     )
     config.pluginmanager.register(Tally(), "mla-verify-tally")
 
@@ -133,12 +136,21 @@ def _selection(config: pytest.Config, backend: str, **changed: Any) -> Selection
         known = ", ".join(Selection._fields)
         raise ValueError(f"{MARKER}: {unknown[0]!r} is not one of {known}")
     values = {name: _option(config, name) for name in Selection._fields[1:]} | changed
-    for name in NAMES:
+    for name in ("case", *NAMES):
         values[name] = tuple([values[name]] if isinstance(values[name], str) else values[name])
+    values["case"] = tuple(_found(config, name) for name in values["case"])
     values["device"] = values["device"] or "cpu"
     for name in ("seed", "cases"):
         values[name] = int(values[name] or 0)
     return Selection(backend, **values)
+
+
+def _found(config: pytest.Config, name: str) -> str:
+    """A file beside the caller, or else beside the configuration."""
+    for folder in (config.invocation_params.dir, config.rootpath):
+        if not name.startswith("{") and (folder / name).is_file():
+            return str(folder / name)
+    return name
 
 
 def _claims(config: pytest.Config, backend: str, **changed: Any) -> list[Claim]:
@@ -149,7 +161,10 @@ def _claims(config: pytest.Config, backend: str, **changed: Any) -> list[Claim]:
     for folder in (str(config.rootpath), str(config.invocation_params.dir)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    return claims_of(_selection(config, backend, **changed))
+    try:
+        return claims_of(_selection(config, backend, **changed))
+    except OSError as error:
+        raise ValueError(str(error)) from None
 
 
 class ConformanceItem(pytest.Item):

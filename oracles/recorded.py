@@ -56,13 +56,19 @@ class Layer(NamedTuple):
 def watching(model: Any, config: MLAConfig, layers: Sequence[int]) -> Iterator[dict[int, Layer]]:
     """Within it, every call of these layers' attention is kept; the model computes what it always does.
 
-    Raises: ValueError if a layer has not what is watched, or attends otherwise than the contract says.
+    Layers are those that have a ``kv_b_proj``, in the model's order.
+
+    Raises: ValueError if there are fewer, or one attends otherwise than the contract says.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation or "eager"
-    modules = {index: model.model.layers[index].self_attn for index in layers}
-    found = {index: _layer(index, module, config) for index, module in modules.items()}
+    every = [m for m in model.modules() if isinstance(getattr(m, "kv_b_proj", None), torch.nn.Linear)]
+    for index in layers:
+        if index >= len(every):
+            raise ValueError(f"layer {index}: {config.name} has {len(every)} layers with a kv_b_proj, from 0")
+    modules = {index: every[index] for index in layers}
+    found = {index: _layer(module, config) for index, module in modules.items()}
     numbers = {id(module): index for index, module in modules.items()}
     latents: dict[int, torch.Tensor] = {}
 
@@ -87,11 +93,7 @@ def watching(model: Any, config: MLAConfig, layers: Sequence[int]) -> Iterator[d
             hook.remove()
 
 
-def _layer(index: int, module: Any, config: MLAConfig) -> Layer:
-    if not isinstance(getattr(module, "kv_b_proj", None), torch.nn.Linear):
-        raise ValueError(
-            f"layer {index}: {type(module).__name__} has no kv_b_proj: it is no MLA of this kind"
-        )
+def _layer(module: Any, config: MLAConfig) -> Layer:
     digest = hashlib.sha256()
     for name, weight in sorted(module.state_dict().items()):
         digest.update(name.encode())

@@ -196,6 +196,8 @@ def test_a_known_failure_must_be_one(project, known, message):
         (["--mla-backend=my_kernel:RIGHT", "--mla-preset=no"], "preset 'no' is not known"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-problem=rope"], "nothing that was selected is judged"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-xfail=no.txt"], "--mla-xfail"),
+        (["--mla-backend=my_kernel:RIGHT", "--mla-case=no.json"], "No such file or directory: 'no.json'"),
+        (["--mla-backend=my_kernel:RIGHT", "--mla-case=no.safetensors"], "no.safetensors: No such file"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-timeout=soon"], "time 'soon' is no length of time"),
     ],
 )
@@ -228,6 +230,16 @@ def test_drawn_cases_are_a_stage_of_their_own_and_their_failures_are_made_small(
     out = result.stdout.str()
     assert "my_kernel:WRONG/latent_attention/value/drawn" in out
     assert re.search(r"^  case  latent_attention plain h=1 q=1 kv=1 bfloat16 bf16", out, re.MULTILINE)
+
+
+def test_given_cases_are_a_stage_of_their_own(project):
+    config = '{"name":"m","hidden_size":8,"num_heads":2,"q_lora_rank":null,"kv_lora_rank":16,'
+    config += '"qk_nope_head_dim":8,"qk_rope_head_dim":8,"v_head_dim":8}'
+    case = f'{{"problem":"latent_attention","config":{config},"q_lens":[1],"kv_lens":[9]}}'
+    project.path.joinpath("case.json").write_text(case, encoding="utf-8")
+    for backend, outcome in (("RIGHT", "passed"), ("WRONG", "failed")):
+        words = [f"--mla-backend=my_kernel:{backend}", *SMALL, "--mla-case=case.json", "-k", "given"]
+        assert chosen(run(project, *words)) == {outcome: 2}
 
 
 def test_a_kernel_that_ends_its_process_is_a_failure(project):

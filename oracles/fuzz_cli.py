@@ -25,6 +25,7 @@ from oracles.console import describe, label, python_code
 from oracles.oracle import rules
 from oracles.plan_cli import size
 from oracles.pool import describe_all, judges
+from oracles.ray_engine import ray_engine
 from oracles.run_directory import Failure, manifest_of, open_run
 from oracles.tally import Count, Tally
 from oracles.verify import backends, oracles_for, use_device
@@ -179,6 +180,8 @@ def _engine(name: str, device: str, limits: Limits, workers: int) -> AbstractCon
     """Raises: ValueError if there is no such engine."""
     if name == "processes":
         return judges(workers, device, limits, threads=1)
+    if name == "ray":
+        return ray_engine(workers, device, limits)
     raise ValueError(f"--engine {name!r} is not one of {', '.join(ENGINES)}")
 
 

@@ -17,11 +17,10 @@ def report(
 ) -> int:
     """Write a run as one page of HTML that stands alone: no script, and nothing to load."""
     try:
-        text = page(run, title)
-        html.write_text(text, encoding="utf-8")
+        html.write_text(page(run, title), encoding="utf-8")
     except ImportError as error:
         raise typer.BadParameter(f"report: {MISSING} ({error})") from None
     except (ValueError, OSError) as error:
         raise typer.BadParameter(f"report: {error}") from None
-    typer.echo(f"{html}: {len(text.encode()):,} bytes")
+    typer.echo(html)
     return 0

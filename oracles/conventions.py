@@ -246,8 +246,12 @@ def verdict(fits: list[Fit]) -> tuple[Fit | None, str]:
         return None, f"nothing tried fits; nearest is {_words(ranked[0])}, at {_times(ranked[0].ratio)}"
     if len(holding) > 1:
         return None, " and ".join(_words(fit) for fit in holding[:3]) + " fit alike"
-    others = f"; next {_words(ranked[1])}, at {_times(ranked[1].ratio)}" if len(ranked) > 1 else ""
-    return holding[0], f"{_words(holding[0])}: {holding[0].ratio:.2g} of its bound{others}"
+    best = holding[0]
+    evidence = f"{best.ratio:.2g} of its bound"
+    if len(ranked) > 1:
+        differs = [there for here, there in zip(best.words, ranked[1].words, strict=True) if here != there]
+        evidence += f"; next {', '.join(differs)}, at {_times(ranked[1].ratio)}"
+    return best, evidence
 
 
 def _words(fit: Fit) -> str:
@@ -255,7 +259,7 @@ def _words(fit: Fit) -> str:
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.3g} × its bound" if math.isfinite(ratio) else "NaN or ∞ where none may be"
+    return f"{ratio:.1f} × its bound" if math.isfinite(ratio) else "NaN or ∞ where none may be"
 
 
 def scales(geometry: Geometry) -> dict[str, float]:
@@ -372,11 +376,14 @@ def ask_call(bench: Bench, specs: Sequence[Spec], target: str) -> tuple[list[Ans
                 alignment=alignment,
                 fixed_scale=None if name == GIVEN else scale,
                 dtypes=((geometry.dtype, geometry.cache_format),),
+                widths=((geometry.c, geometry.r),),
+                block_sizes=(geometry.block_size,),
+                heads=(geometry.heads,),
             )
             sizes = f"{geometry.dtype}, c={geometry.c} r={geometry.r}, {geometry.heads} heads"
             sizes += f", blocks of {geometry.block_size}"
             answers = [
-                Answer("call", spec.describe(), sizes),
+                Answer("call", sizes, spec.describe()),
                 Answer("scale", name if spec.scale else f"no parameter; {name}", evidence),
             ]
             return answers, here, manner
@@ -678,7 +685,7 @@ def _told(x: torch.Tensor) -> str:
 def ask_repeat(bench: Bench, manner: Manner) -> tuple[list[Answer], Manner]:
     """Whether the same inputs give the same bits, alone and among others, whatever the number of splits."""
     k = bench.geometry.block_size
-    lengths = (8 * k, 2 * k, 5 * k)
+    lengths = (64 * k, 2 * k, 5 * k)
     if manner.uniform and q_lens_for(manner, lengths)[0] != 1:
         lengths = (4 * k,) * 3
     inputs = inputs_of(bench, q_lens_for(manner, lengths), lengths)

@@ -11,9 +11,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from oracles.adapter_text import Manner, source
 from oracles.call_spec import DECIDED, ROLES, Spec, specs
@@ -69,7 +66,7 @@ def lost(state: State, reason: str) -> tuple[list[Answer], State]:
         answer = Answer("call", "undetermined", f"its process {reason}", known=False)
         return [answer], state._replace(at=len(QUESTIONS))
     question = QUESTIONS[state.at]
-    answer = Answer(question.name, "kills the process", f"it {reason}")
+    answer = Answer(question.name, "ends its process", f"it {reason}")
     return [answer], state._replace(at=state.at + 1, manner=question.crashed(state.manner))
 
 
@@ -138,7 +135,6 @@ def probe(
 
     Exit codes: 0 every question has an answer or is said not to apply; 1 no call was understood.
     """
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if roles:
         for name, text in ROLES.items():
             typer.echo(f"{name:24} {text}")
@@ -162,17 +158,17 @@ def probe(
     if as_json:
         typer.echo(json.dumps({"kernel": kernel, "answers": [a._asdict() for a in answers], "adapter": text}))
     else:
-        console.print(table(answers))
+        typer.echo("\n".join(lines(answers)))
     if text and adapter is not None:
         adapter.write_text(text, encoding="utf-8")
     elif text and not as_json:
-        console.print("", text, sep="\n", markup=False, soft_wrap=True, end="")
+        typer.echo(f"\n{text}", nl=False)
     return 0 if text else UNANSWERED
 
 
-def table(answers: list[Answer]) -> Table:
-    """Question, answer, and what it rests on."""
-    grid = Table("question", "answer", "evidence", box=None, header_style="bold", pad_edge=False)
-    for answer in answers:
-        grid.add_row(*(Text(word) for word in answer[:3]))
-    return grid
+def lines(answers: list[Answer]) -> Iterator[str]:
+    """Question, answer, and what it rests on, in columns."""
+    rows = [("question", "answer", "evidence"), *(answer[:3] for answer in answers)]
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    for question, value, evidence in rows:
+        yield f"{question:{widths[0]}}  {value:{widths[1]}}  {evidence}".rstrip()

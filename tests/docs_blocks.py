@@ -156,7 +156,7 @@ def agree(step: Step, got: str) -> bool:
     if step.shown is None:
         return got == ""
     words = step.source.split()
-    judged = step.kind == "console" and (words[0] == "pytest" or words[1] in ("run", "replay"))
+    judged = step.kind == "console" and (words[0] == "pytest" or words[1] in ("run", "replay", "probe"))
     figures = r"-?\d+(\.\d+)?(e[+-]\d+)?" if "\nFAIL " in step.shown else r"-?\d+\.\d+(e[+-]\d+)?"
 
     def plain(text: str) -> str:

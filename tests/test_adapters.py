@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from mla_fast import flash_attn_3, flash_mla, transformers_layer
+from mla_fast import flash_attn_3, flash_attn_3_varlen, flash_mla, flashinfer, transformers_layer
 from mla_ref.backend import Backend, available
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
@@ -28,6 +28,7 @@ CONFIG = MLAConfig(
 )  # fmt: skip
 UNIFORM = Case(problem="latent_attention", config=CONFIG, q_lens=(2, 2, 2), kv_lens=(130, 1, 0))
 RAGGED = replace(UNIFORM, q_lens=(1, 0, 3), kv_lens=(130, 64, 2), block_size=16)
+EXPANDED = replace(UNIFORM, problem="attention")
 ORACLES = ("value", "lse", "empty_rows", "poison", "inputs_unchanged")
 
 
@@ -146,6 +147,15 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
         (flash_mla.BACKEND, replace(UNIFORM, cache_format="fp8_e4m3"), "bf16 or fp16 throughout"),
         (flash_mla.BACKEND, replace(UNIFORM, layout=CacheLayout(offset=2)), "offset of 2 bytes"),
         (flash_mla.BACKEND, replace(UNIFORM, config=replace(CONFIG, qk_rope_head_dim=32)), "r=32"),
+        (flashinfer.BACKEND, replace(UNIFORM, dtype="float16", cache_format="fp16"), "bfloat16 alone"),
+        (flashinfer.BACKEND, replace(UNIFORM, layout=CacheLayout(offset=2)), "offset of 2 bytes"),
+        (flashinfer.BACKEND, replace(UNIFORM, config=replace(CONFIG, kv_lora_rank=256)), "c=256"),
+        (
+            flash_attn_3_varlen.BACKEND,
+            replace(EXPANDED, config=replace(CONFIG, v_head_dim=64)),
+            "x=192, v=64",
+        ),
+        (flash_attn_3_varlen.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
         (flash_attn_3.BACKEND, replace(UNIFORM, config=replace(CONFIG, qk_rope_head_dim=0)), "r=0"),
         (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float32"), "float32 queries"),
         (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float16", cache_format="fp16"), "without float16"),

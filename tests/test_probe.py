@@ -259,7 +259,7 @@ def test_a_kernel_that_dies_leaves_the_others_answered():
     steps = list(interrogated(first, 60.0))
     values = {answer.question: (answer.value, answer.evidence) for answers, _ in steps for answer in answers}
     state = steps[-1][1]
-    assert values["-1 in the table's tail"] == ("kills the process", "it ended with exit code 17")
+    assert values["-1 in the table's tail"] == ("ends its process", "it ended with exit code 17")
     assert values["garbage in the table's tail"][0] == "not followed"
     assert values["adapter"][0] == "holds"
     assert state.manner is not None

@@ -16,6 +16,8 @@ from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from mla_ref.scan import scan
 from mla_ref.values import REGIMES
+from oracles.corpus import corpus
+from oracles.dimensions import DIMENSIONS, names_of
 from oracles.field import RULES
 from oracles.kill_matrix import recorded
 from oracles.matrix import STAGES
@@ -200,6 +202,22 @@ def _lengths() -> Table:
     return Table(("stage", "q_lens", "kv_lens", "heads", "block", "regime", "dtype"), tuple(rows))
 
 
+def _dimensions() -> Table:
+    rows = (
+        (name, "; ".join(dimension.values), ", ".join(p for p in problems() if name in names_of(p)))
+        for name, dimension in DIMENSIONS.items()
+    )
+    return Table(("dimension", "values, the plainest first", "problems"), tuple(rows))
+
+
+def _corpus() -> Table:
+    rows = (
+        (entry.name, entry.case.problem, ", ".join(entry.oracles), entry.mutant, ", ".join(entry.bugs))
+        for entry in corpus()
+    )
+    return Table(("failure", "problem", "seen by", "mutant", "happened in"), tuple(rows))
+
+
 def _commas(lengths: tuple[int, ...]) -> str:
     return ", ".join(str(n) for n in lengths)
 
@@ -217,6 +235,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "regimes": _regimes,
     "shapes": _shapes,
     "lengths": _lengths,
+    "dimensions": _dimensions,
+    "corpus": _corpus,
 }
 
 

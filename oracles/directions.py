@@ -66,6 +66,9 @@ MAX_ELEMENTS = 2**24
 DITHERED = 2.0
 FEWEST_CELLS = 4
 
+# Noise of a channel, relative to the loudest of its row, below which it counts for less.
+QUIETEST = 2.0**-64
+
 # Steps of the power iteration, and how far it may be below the largest eigenvalue after them.
 POWER_STEPS = 12
 POWER_MARGIN = 1.3
@@ -239,17 +242,22 @@ class Reading(NamedTuple):
 
 
 class Along(NamedTuple):
-    """⟨got - out, w⟩ of each row [n], the scale of its noise, what may point one way, and ⟨unit, w⟩."""
+    """⟨got - out, w⟩ of each row [n], the scale of its noise, what may point one way, and ⟨unit, w⟩.
+
+    audited [m n]: what rounding for several maxima does to it.
+    """
 
     value: torch.Tensor
     noise: torch.Tensor
     sure: torch.Tensor
     unit: torch.Tensor
+    audited: torch.Tensor
 
 
 def whitening(sample: Sample) -> torch.Tensor:
-    """[n v] about the noise of each channel, so that no outlier decides for all."""
-    return sample.half + sample.radius
+    """[n v] about the noise of each channel, so that no outlier decides for all; 0 is left out."""
+    noise = sample.half + sample.radius
+    return torch.maximum(noise, QUIETEST * noise.amax(-1, keepdim=True))
 
 
 def gain_and_slope(sample: Sample) -> dict[str, torch.Tensor]:
@@ -273,19 +281,20 @@ def along(
     w = unit / whitening(sample).square()
     base = (w * sample.out).sum(-1)
     x = w @ sample.values.T - base[:, None]
-    noise, audited = torch.zeros_like(base), torch.zeros_like(base)
+    noise, audited = torch.zeros_like(base), []
     for shift in _sums(numerics):
         terms = x + shift * base[:, None]
         noise = torch.maximum(noise, roundoff**2 * squares(sample.weights * terms, sample.cells))
-        for delta in sample.deltas:
-            audited = torch.maximum(audited, (delta * terms).sum(-1).abs())
-    noise = torch.maximum(noise, (AUDIT / scale * audited).square())
+        audited += [(delta * terms).sum(-1) for delta in sample.deltas]
+    played = torch.stack(audited)
+    noise = torch.maximum(noise, (AUDIT / scale * played.abs().amax(0)).square())
     noise = noise + (sample.half * w).square().sum(-1)
     return Along(
         value=((got - sample.out) * w).sum(-1),
         noise=torch.sqrt(noise),
         sure=sure_along(sample, w, roundoff),
         unit=(w * unit).sum(-1),
+        audited=played,
     )
 
 
@@ -343,7 +352,7 @@ def of(got: torch.Tensor, sample: Sample) -> torch.Tensor:
 
 def _read(name: str, found: list[Sample], parts: list[Along], scale: float) -> list[Reading]:
     """The row farthest beyond its limit, and all rows together."""
-    whole = Along(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    whole = Along(*(torch.cat(part, dim=-1) for part in zip(*parts, strict=True)))
     limit = scale * whole.noise + whole.sure
     ratio = (whole.value.abs() / limit).nan_to_num(nan=math.inf)
     row = int(ratio.argmax())
@@ -354,7 +363,9 @@ def _read(name: str, found: list[Sample], parts: list[Along], scale: float) -> l
     place = int(tokens[row]), int(heads[row])
     one = Reading(name, float(whole.value[row]), float(limit[row]), effect, place)
     value = float(whole.value.sum())
-    limit_all = scale * float(whole.noise.square().sum().sqrt()) + float(whole.sure.sum())
+    # Rows that are nearly the same are rounded alike, which the audit of all of them shows.
+    chance = max(scale * float(whole.noise.norm()), AUDIT * float(whole.audited.sum(-1).abs().max()))
+    limit_all = chance + float(whole.sure.sum())
     return [one, Reading(name, value, limit_all, value / all_units)]
 
 

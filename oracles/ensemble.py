@@ -13,7 +13,8 @@ A statistic is suspect when it is farther from the mean than Student's distribut
 SUSPICION, beyond what all other errors could do to it at worst. The members are a guess at what a kernel
 does, so a suspicion is no verdict: it has to come back, with the same sign, on each of REPLAYS cases with
 other seeds. Were all looks independent, a right kernel would fail one of 10¹⁶ cases; it would fail one of 10⁹
-if the members' mean were off by twice their spread.
+if the members' mean were off by twice their spread. Recorded values have no other seed: there a single look
+has to be as rare as a false alarm.
 """
 
 import math
@@ -47,7 +48,12 @@ class _Stacked(NamedTuple):
 
 
 def readings(
-    found: list[Sample], got: torch.Tensor, numerics: Numerics, query: torch.dtype, seed: int
+    found: list[Sample],
+    got: torch.Tensor,
+    numerics: Numerics,
+    query: torch.dtype,
+    seed: int,
+    suspicion: float = SUSPICION,
 ) -> list[Reading]:
     """Gain, slope and roughness, each less its mean among the members. got: [t h v]."""
     if not found:
@@ -60,7 +66,7 @@ def readings(
         for name, part in _statistics(sample, of(got, sample), members, roundoff).items():
             before = sums.get(name)
             sums[name] = part if before is None else _Stacked(*map(torch.add, before, part))
-    reach = student(SUSPICION / (2 * len(sums)), MEMBERS - 1) * math.sqrt(1.0 + 1.0 / MEMBERS)
+    reach = student(suspicion / (2 * len(sums)), MEMBERS - 1) * math.sqrt(1.0 + 1.0 / MEMBERS)
     found_out = []
     for name, (value, members, sure, unit) in sums.items():
         if name == "roughness":

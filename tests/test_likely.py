@@ -68,6 +68,16 @@ def test_likely_is_never_wider_than_certain(regime):
             assert torch.equal(likely[name].mid, certain[name].mid)
 
 
+def test_channels_that_are_zeros_everywhere_have_no_noise_to_be_divided_by():
+    """In float64 the spacing of 0 is nothing at all."""
+    backend = simulated("latent_attention", Numerics(p="bfloat16", sum_rounded_p=False), Schedule())
+    for seed in range(3):
+        case = replace(
+            MANY, regime="zeros", dtype="float64", cache_format="fp32", q_lens=(17,), kv_lens=(17,), seed=seed
+        )
+        assert [v.detail for v in judge(backend, case, oracles=RULES) if v.status != PASS] == []
+
+
 def test_likely_is_several_times_sharper_over_many_keys():
     certain, likely = certain_and_likely(LONG, NUMERICS)
     assert (certain["out"].radius / likely["out"].radius).median() > 2.0
@@ -181,6 +191,25 @@ def test_a_suspicion_that_does_not_come_back_is_no_verdict():
         (verdict,) = judge(Backend("once", "latent_attention", fn, NUMERICS), case, oracles=["statistics"])
         assert verdict.status == status, verdict.detail
     assert len(seen) > 1
+
+
+def test_recorded_values_have_one_look_that_is_as_rare_as_a_false_alarm():
+    usual = ensemble.student(ensemble.SUSPICION / 6, ensemble.MEMBERS - 1)
+    assert round(usual, 2) == 4.85
+    assert round(ensemble.student(FALSE_ALARM / 6, ensemble.MEMBERS - 1), 2) == 9.04
+
+
+def test_rows_that_repeat_each_other_do_not_average_out():
+    """Sixteen rows of one query: what they are off by together is sixteen times that of one, and admitted."""
+    case = replace(MANY, q_lens=(16,), kv_lens=(199,), regime="small")
+    inputs = problem("latent_attention").materialize(case, CPU)
+    first = inputs.ql_nope[:1] * (1.0 + 2.0**-6 * torch.arange(16)[:, None, None])
+    inputs = inputs._replace(ql_nope=first.to(inputs.ql_nope.dtype), q_pe=inputs.q_pe[:1].expand(16, -1, -1))
+    certain = ADMISSIBLE["latent_attention"](inputs, NUMERICS)
+    found = samples(inputs, NUMERICS, certain, elements(inputs, NUMERICS, certain))
+    readings = filters(found, kernel()(inputs).out, NUMERICS, torch.bfloat16)
+    assert sum(len(sample.out) for sample in found) > 16
+    assert max(reading.ratio for reading in readings) <= 1.0
 
 
 def test_replays_are_the_same_every_time_and_not_the_case_itself():

@@ -1,5 +1,6 @@
 """``mla-verify fuzz``: a campaign of drawn cases, for so long or so many."""
 
+import hashlib
 import math
 import os
 import re
@@ -19,9 +20,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
 from oracles.campaign import Plan, campaign, known
 from oracles.console import describe, label, python_code
+from oracles.corpus import Entry, read
 from oracles.oracle import rules
 from oracles.plan_cli import size
 from oracles.pool import describe_all, judges
@@ -94,6 +97,7 @@ def fuzz(
         int | None, typer.Option(min=1, help="Processes. Every core; 16 at most on a GPU.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A run directory: begin it, or go on with it.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Append what is made small to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Every case follows from it.")] = 0,
     device: Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")] = "cpu",
     timeout: Timeout = "60s",
@@ -117,11 +121,14 @@ def fuzz(
                 manifest = _manifest(plan, {"engine": engine, "jobs": workers})
                 journal = stack.enter_context(open_run(out, manifest))
                 done = known(plan, journal, tally)
+            kept = None if corpus is None else _cases_in(corpus)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         start = time.monotonic()
         end = start + limit.seconds if limit.seconds is not None else math.inf
         events = campaign(plan, pool, journal, tally, lambda: time.monotonic() > end, done)
+        if corpus is not None and kept is not None:
+            events = _kept(events, corpus, kept)
         interrupted = not _ended(events, plan, tally, start, end)
     _summarise(console, tally, time.monotonic() - start)
     if interrupted:
@@ -174,6 +181,35 @@ def _manifest(plan: Plan, partition: dict[str, object]) -> dict[str, object]:
         "seed": plan.seed,
     }
     return manifest_of(run, partition, plan.device)
+
+
+def _cases_in(corpus: Path) -> set[Case]:
+    """Raises: ValueError that names the file and the line; OSError if it cannot be written."""
+    with corpus.open("a+", encoding="utf-8") as lines:
+        lines.seek(0)
+        try:
+            return {entry.case for entry in read(lines)}
+        except ValueError as error:
+            raise ValueError(f"{corpus}: {error}") from None
+
+
+def _kept(events: Iterator[Failure | None], corpus: Path, cases: set[Case]) -> Iterator[Failure | None]:
+    """The same, each small failure being appended to the file unless its case is there."""
+    for failure in events:
+        if failure is not None and failure.verdict.case not in cases:
+            verdict = failure.verdict
+            cases.add(verdict.case)
+            digest = hashlib.sha256(verdict.case.to_json().encode()).hexdigest()[:8]
+            entry = Entry(
+                name=f"{verdict.backend} {verdict.variant}, {verdict.oracle or verdict.status}, {digest}",
+                bugs=(),
+                oracles=(verdict.oracle,) if verdict.oracle else (),
+                mutant="",
+                case=verdict.case,
+            )
+            with corpus.open("a", encoding="utf-8") as lines:
+                lines.write(f"{entry.to_json()}\n")
+        yield failure
 
 
 def _engine(name: str, device: str, limits: Limits, workers: int) -> AbstractContextManager[Engine]:

@@ -19,6 +19,7 @@ from mla_ref.presets import PRESETS
 from oracles import campaign as campaign_module
 from oracles.campaign import Plan, campaign, drawn, known, shrunk
 from oracles.cli import main
+from oracles.corpus import read as corpus_entries
 from oracles.coverage import BLOCK, draw
 from oracles.fuzz_cli import at_most, budget_of, duration, memory_size
 from oracles.pool import judge_job, judged
@@ -303,7 +304,8 @@ def test_every_fault_of_a_stranger_is_a_verdict_and_the_campaign_goes_on(tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(campaign_module, "MAX_SMALL", 0)
     words = ["fuzz", "--backend", "liar_all", "--oracle", "value", "--timeout", "1s", "--budget", "24cases"]
-    assert main([*words, "--jobs", "1", "--out", "run"]) == 1
+    assert main([*words, "--jobs", "1", "--out", "run", "--corpus", "corpus"]) == 1
+    assert Path("corpus").read_text() == "", "nothing was made small"
     out = capsys.readouterr().out
     ends = {3: FAIL, 5: ERROR, 64: CRASH, 20: TIMEOUT}
     found = {number: [] for number in range(24)}
@@ -377,6 +379,24 @@ def test_interrupted_then_killed_then_run_to_its_end(tmp_path):
         r"^400 cases, 400 claims held, 0 failed, .*; 0 of 400 cases fail: below 0.0075$", ended.stdout, re.M
     )
     assert sorted(cases_of(tmp_path / "run")) == list(range(400))
+
+
+def test_what_is_made_small_is_kept_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "liar_kept.py").write_text(STRANGER.format(wrong=4, raises=0, dies=0, hangs=0))
+    monkeypatch.chdir(tmp_path)
+    words = ["fuzz", "--backend", "liar_kept", "--oracle", "value", "--budget", "12cases", "--jobs", "1"]
+    for _ in range(2):
+        assert main([*words, "--corpus", "corpus"]) == 1
+        entries = list(corpus_entries(Path("corpus").read_text().splitlines()))
+        assert entries
+        assert (
+            len({entry.name for entry in entries}) == len({entry.case for entry in entries}) == len(entries)
+        )
+        assert all(entry.oracles == ("value",) and entry.case.config.num_heads == 4 for entry in entries)
+    assert "FAIL liar_kept default value" in capsys.readouterr().out
+    Path("corpus").write_text("{}\n")
+    assert main([*words, "--corpus", "corpus"]) == 2
+    assert "corpus: line 1: corpus: " in capsys.readouterr().err
 
 
 EVIL = """

@@ -111,7 +111,7 @@ def _get(s_item, i: gl.constexpr):
 
 @gluon.jit
 def _put(s_item, i: gl.constexpr, x):
-    s_item.index(i).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    s_item.index(i).store(gl.full([1], x, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
@@ -130,6 +130,18 @@ def _zero_dead_rows(s_v, num_live):
 def _scores(s_q, s_q_pe, s_k, s_k_pe, b_s):
     b_s = warpgroup_mma(s_q, s_k.permute((1, 0)), b_s, use_acc=False, is_async=True)
     return warpgroup_mma(s_q_pe, s_k_pe.permute((1, 0)), b_s, is_async=True)
+
+
+@gluon.jit
+def _partial_sums(b_p):
+    """[64, 8] sums of every eighth column: those that a thread holds, so that none crosses threads yet."""
+    return gl.sum(b_p.reshape([ROWS, KEYS // 8, 8]), 1)
+
+
+@gluon.jit
+def _column(b_x, like):
+    """A number of each row, to be multiplied with the rows of ``like``."""
+    return gl.convert_layout(b_x, gl.SliceLayout(1, like.type.layout))[:, None]
 
 
 @gluon.jit
@@ -163,7 +175,7 @@ def _finish(s_stage, b_o, b_m, b_l, out, lse, row, num_rows, head, H, merge):
     L_O: gl.constexpr = b_o.type.layout
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_O)
     b_m = gl.convert_layout(b_m, L_ROW)
-    b_l = gl.convert_layout(b_l, L_ROW)
+    b_l = gl.convert_layout(gl.sum(b_l, 1), L_ROW)
     o_row = gl.arange(0, ROWS, L_ROW)
     m_row = o_row < num_rows
     p_lse = lse + row.to(gl.int64) * H + head + o_row * H
@@ -235,7 +247,7 @@ def _consume(
         b_s = _masked(b_s, o_key, b_limit)
         b_m = gl.maximum(gl.max(b_s, 1) * scale_log2, LOWEST)
         b_p = _exp2(b_s * scale_log2 - b_m[:, None])
-        b_l = gl.sum(b_p, 1)
+        b_l = _partial_sums(b_p)
         b_w = gl.convert_layout(b_p.to(DTYPE), L_W)
         if o_key + KEYS > num_keys:
             mbarrier.wait(bar_v.index(slot), (i_block // STAGES) & 1)
@@ -257,14 +269,14 @@ def _consume(
             b_now = gl.where(b_top > b_m + SLACK, b_top, b_m)
             b_alpha = _exp2(b_m - b_now)
             b_p = _exp2(b_s * scale_log2 - b_now[:, None])
-            b_l = b_l * b_alpha + gl.sum(b_p, 1)
+            b_l = b_l * _column(b_alpha, b_l) + _partial_sums(b_p)
             b_m = b_now
             # The weights go through the wait, and a branch comes before it: else the assembler would wait
             # first and make them after.
             _wait_for_keys(bar_k, i_block + i + 1, i + 1 < num_blocks)
             b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
             mbarrier.arrive(bar_v_free.index(last))
-            b_o = _rescaled(b_o, gl.convert_layout(b_alpha, gl.SliceLayout(1, L_O))[:, None])
+            b_o = _rescaled(b_o, _column(b_alpha, b_o))
             b_w = gl.convert_layout(b_p.to(DTYPE), L_W)
         i_block += num_blocks
         last = (i_block - 1) % STAGES
@@ -287,6 +299,15 @@ def _fill(desc, i_head, i_row, i_col, bar, s_box):
 
 
 @gluon.jit
+def _fill_values(values, i_head, i_row, bar_v, bar_v_free, s_v, i_block, P: gl.constexpr):
+    """Copy the values of a block when those of two blocks ago are done with."""
+    slot = i_block % STAGES
+    mbarrier.wait(bar_v_free.index(slot), ((i_block // STAGES) & 1) ^ 1)
+    mbarrier.expect(bar_v.index(slot), KEYS * s_v.shape[2] * 2)
+    _fill(values, i_head, i_row, P, bar_v.index(slot), s_v.index(slot))
+
+
+@gluon.jit
 def _produce(
     q_nope, q_pe, expanded, values, k_pe, s_q, s_q_pe, s_k, s_k_pe, s_v, s_item, bars, tiles, counters,
     num_tiles, num_programs, H, group,
@@ -295,7 +316,6 @@ def _produce(
     bar_item, bar_q, bar_k, bar_k_free, bar_v, bar_v_free = bars
     P: gl.constexpr = s_k.shape[2]
     R: gl.constexpr = s_k_pe.shape[2]
-    V: gl.constexpr = s_v.shape[2]
     i_block = 0
     index = gl.atomic_add(counters, 1)
     while index < num_tiles * H:
@@ -314,9 +334,8 @@ def _produce(
         num_blocks = gl.maximum((gl.minimum(num_keys, seen + num_rows - 1) + KEYS - 1) // KEYS, 1)
         for i in range(num_blocks):
             slot = i_block % STAGES
-            free = ((i_block // STAGES) & 1) ^ 1
             i_key = key + (num_blocks - 1 - i) * KEYS
-            mbarrier.wait(bar_k_free.index(slot), free)
+            mbarrier.wait(bar_k_free.index(slot), ((i_block // STAGES) & 1) ^ 1)
             mbarrier.expect(bar_k.index(slot), KEYS * (P + R) * 2)
             _fill(expanded, head, i_key, 0, bar_k.index(slot), s_k.index(slot))
             tma.async_copy_global_to_shared(k_pe, [i_key, 0], bar_k.index(slot), s_k_pe.index(slot))
@@ -336,10 +355,11 @@ def _produce(
                 for j in gl.static_range(2):
                     _fill(q_nope, head, row + j * ROWS, 0, bar_q, s_q.index(j))
                     _fill(q_pe, head, row + j * ROWS, 0, bar_q, s_q_pe.index(j))
-            mbarrier.wait(bar_v_free.index(slot), free)
-            mbarrier.expect(bar_v.index(slot), KEYS * V * 2)
-            _fill(values, head, i_key, P, bar_v.index(slot), s_v.index(slot))
+            else:
+                # Keys first: scores of a block are made before the product with the values of the last.
+                _fill_values(values, head, i_key + KEYS, bar_v, bar_v_free, s_v, i_block - 1, P)
             i_block += 1
+        _fill_values(values, head, key, bar_v, bar_v_free, s_v, i_block - 1, P)
         index = gl.atomic_add(counters, 1)
     before = i_block + STAGES - 1
     mbarrier.wait(bar_k_free.index(before % STAGES), (before // STAGES + 1) & 1, pred=i_block > 0)
@@ -365,8 +385,8 @@ def mla_prefill_kernel(
     further row sees one more), whether to merge. counters: two zeros, and again zeros when the kernel ends.
     group: heads that are worked on side by side.
 
-    Launch with num_warps=4 (the producer's) and maxnreg=168: 3 · 168 registers a thread are shared out as
-    24 to the producer and 240 to each consumer.
+    Launch with num_warps=4 (the upper consumer's) and maxnreg=168: 3 · 168 registers a thread are shared as
+    240 to each consumer and 24 to the producer, a single warp.
     """
     DTYPE: gl.constexpr = q_nope.dtype
     P: gl.constexpr = q_nope.block_shape[2]
@@ -410,6 +430,8 @@ def mla_prefill_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
+            (_consume, upper),
+            (_consume, lower),
             (
                 _produce,
                 (
@@ -417,9 +439,7 @@ def mla_prefill_kernel(
                     counters, num_tiles, gl.num_programs(0), H, group,
                 ),
             ),
-            (_consume, upper),
-            (_consume, lower),
         ],
-        [4, 4],
-        [240, 240],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip

@@ -38,7 +38,8 @@ ROWS, KEYS = 64, 128  # of a consumer, of a block
 TILE_ROWS = 2 * ROWS
 TILE_FIELDS = 6
 ALIGNMENT = 16  # bytes, of every address and stride that TMA sees
-L2_BYTES = 24 * 2**20  # of keys and values that heads worked on side by side may have
+L2_BYTES = 8 * 2**20  # of keys and values that heads worked on side by side may have
+FEWEST_HEADS = 4  # side by side: with fewer, their last tiles leave too many programs idle
 MAX_PARTS = 64  # of one request that the declared numerics cover
 LOG2_E = 1.4426950408889634
 
@@ -187,7 +188,7 @@ def run(
         layout = gl.NVMMASharedLayout.get_default_for(list(box), dtype)
         return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), layout)
 
-    group = min(h, max(1, L2_BYTES // (num_keys * width * expanded.itemsize)))
+    group = _group(h, num_keys * width * expanded.itemsize)
     num_tiles = tiles.shape[0]
     by_head = expanded.transpose(0, 1)
     mla_prefill_kernel[(min(num_tiles * h, _num_sms(expanded.device)),)](
@@ -208,6 +209,12 @@ def run(
         num_warps=4,
         maxnreg=168,
     )
+
+
+def _group(num_heads: int, head_bytes: int) -> int:
+    """Heads that are worked on side by side, as many as L2 has room for: a power of two."""
+    fitting = max(FEWEST_HEADS, L2_BYTES // head_bytes)
+    return min(num_heads, 1 << (fitting.bit_length() - 1))
 
 
 def _num_sms(device: torch.device) -> int:

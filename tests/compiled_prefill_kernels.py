@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import triton
 from compiled_gluon_kernels import complaints
-from compiled_kernels import CUOBJDUMP, target, usage
+from compiled_kernels import CUOBJDUMP, target
 from triton.runtime.jit import KernelInterface
 
 from mla_fast import gluon_prefill as launcher
@@ -83,8 +83,11 @@ def compile_one(p: int, r: int, v: int, fmt: str) -> None:
         0.1,
     )
     (kernel,) = compiled
-    line = {"shared": kernel.metadata.shared, "loops": hot_loops(kernel.asm["cubin"])}
-    line |= usage(kernel.asm["cubin"]) | {"complaints": complaints(kernel.asm["ptx"])}
+    line = {
+        "shared": kernel.metadata.shared,
+        "loops": hot_loops(kernel.asm["cubin"]),
+        "complaints": complaints(kernel.asm["ptx"]),
+    }
     sys.stdout.write(json.dumps(line) + "\n")
 
 

@@ -63,9 +63,12 @@ PLANTED = {
     "values_read_before_they_land": (
         "mbarrier.wait(bar_v.index(last), ((i_block + i - 1) // STAGES) & 1)", "", "context",
     ),
-    "values_filled_while_in_use": ("mbarrier.wait(bar_v_free.index(slot), free)", "", "peaky"),
+    "values_filled_while_in_use": (
+        "mbarrier.wait(bar_v_free.index(slot), ((i_block // STAGES) & 1) ^ 1)", "", "peaky",
+    ),
     "query_filled_while_in_use": ("pred=i_block > 0", "pred=False", "five_heads"),
-    "sum_in_the_old_frame": ("b_l = b_l * b_alpha + gl.sum(b_p, 1)", "b_l = b_l + gl.sum(b_p, 1)", "peaky"),
+    "sum_in_the_old_frame": ("b_l = b_l * _column(b_alpha, b_l) + _partial_sums(b_p)",
+        "b_l = b_l + _partial_sums(b_p)", "peaky"),
     "accumulator_in_the_old_frame": ("b_o = _rescaled(b_o,", "_rescaled(b_o,", "peaky"),
     "mask_one_key_late": ("< b_limit[:, None]", "<= b_limit[:, None]", "ragged"),
     "no_mask_in_the_second_block": ("if o_key + KEYS > unmasked:", "if o_key > 1000000:", "ragged"),
@@ -89,8 +92,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, kernel_module: ModuleType) -> None:
         _gluon_prefill_kernel, "mla_prefill_kernel", Emulated(kernel_module, "mla_prefill_kernel", asm)
     )
     monkeypatch.setattr(gluon_prefill, "_num_sms", lambda device: NUM_SMS)
-    # Five heads of 128 keys: groups of two, two and one.
-    monkeypatch.setattr(gluon_prefill, "L2_BYTES", 2 * 280 * 512)
+    # Five heads: groups of two, two and one.
+    monkeypatch.setattr(gluon_prefill, "_group", lambda num_heads, head_bytes: min(num_heads, 2))
 
 
 BACKEND = replace(gluon_prefill.BACKEND, requires=available)

@@ -300,7 +300,7 @@ def doctor(
         data = {name: [line._asdict() for line in lines] for name, lines in sections.items()}
         typer.echo(json.dumps(data | {"advice": hints}))
         return 0
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for title, lines in sections.items():
         table = Table(title, "", "", "", box=None, header_style="bold", pad_edge=False)
         for line in lines:

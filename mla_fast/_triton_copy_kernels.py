@@ -208,8 +208,12 @@ def _quotient(x, scale, STEPS: tl.constexpr):
 
 @triton.jit
 def _tile_scale(tiles, FLOOR: tl.constexpr, POW2: tl.constexpr):
-    """The scale [rows, tiles] of latent tiles; a NaN is no maximum of anything."""
-    largest = tl.minimum(tl.max(tl.abs(tiles), 2), TILED_MAX)
+    """The scale [rows, tiles] of latent tiles; a NaN channel does not take part in it."""
+    size = tl.abs(tiles)
+    if INTERPRETED:
+        # A GPU's maximum passes over NaN by itself; numpy's warns where nothing is left.
+        size = tl.where(tiles == tiles, size, 0.0)
+    largest = tl.minimum(tl.maximum(tl.max(size, 2), 0.0), TILED_MAX)
     scale = tl.maximum(tl.div_rn(largest, E4M3_MAX), FLOOR)
     if POW2:
         # Adding the largest mantissa carries into the exponent unless the mantissa is 0.
@@ -246,21 +250,23 @@ def _cache_write_kernel(
     NATIVE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The entries of ROWS tokens in their slots; of a token with a negative slot nothing is read or written.
+    """The entries of ROWS tokens in their slots; of a token with a negative slot nothing is written.
 
-    Grid: row blocks. Channels pass through float32; quotients are those of a division, to the last bit.
+    Grid: row blocks. Channels are loaded beside their slot and not after it; what those of a token without
+    one hold is dropped. They pass through float32; quotients are those of a division, to the last bit.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    place = tl.load(slot_mapping + row, mask=row < num_tokens, other=-1)
+    there = row < num_tokens
+    place = tl.load(slot_mapping + row, mask=there, other=-1)
     live = place >= 0
     page = place // BLOCK_SIZE
     slot = place % BLOCK_SIZE
 
     tile = tl.arange(0, TILES)
     channel = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    real = live[:, None, None] & (channel < C)[None, :, :]
+    real = (channel < C)[None, :, :]
     p_kv_c = kv_c + row[:, None, None] * stride_kv_c + channel[None, :, :] * stride_kv_c_channel
-    x = _float32(tl.load(p_kv_c, mask=real, other=0.0))
+    x = _float32(tl.load(p_kv_c, mask=there[:, None, None] & real, other=0.0))
     if SCALING == "none":
         entry = _stored(x, latent.dtype.element_ty)
     elif SCALING == "tensor":
@@ -280,20 +286,20 @@ def _cache_write_kernel(
         tl.store(p_scale, scale, mask=live[:, None] & (tile * TILE < C)[None, :])
     size: tl.constexpr = latent.dtype.element_ty.primitive_bitwidth // 8
     start = page * (block_bytes // size) + slot * (slot_bytes // size)
-    tl.store(latent + start[:, None, None] + channel[None, :, :], entry, mask=real)
+    tl.store(latent + start[:, None, None] + channel[None, :, :], entry, mask=live[:, None, None] & real)
 
     if R:
         turned = tl.arange(0, R_PADDED)
-        real_pe = live[:, None] & (turned < R)[None, :]
+        real_pe = (turned < R)[None, :]
         p_k_pe = k_pe + row[:, None] * stride_k_pe + turned[None, :] * stride_k_pe_channel
-        x_pe = _float32(tl.load(p_k_pe, mask=real_pe, other=0.0))
+        x_pe = _float32(tl.load(p_k_pe, mask=there[:, None] & real_pe, other=0.0))
         if SCALING == "tensor":
             entry_pe = _code(_quotient(x_pe, scale, 2), NATIVE)
         else:
             entry_pe = _stored(x_pe, rope.dtype.element_ty)
         size_pe: tl.constexpr = rope.dtype.element_ty.primitive_bitwidth // 8
         start_pe = page * (block_bytes // size_pe) + slot * (slot_bytes // size_pe)
-        tl.store(rope + start_pe[:, None] + turned[None, :], entry_pe, mask=real_pe)
+        tl.store(rope + start_pe[:, None] + turned[None, :], entry_pe, mask=live[:, None] & real_pe)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

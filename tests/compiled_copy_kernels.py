@@ -15,6 +15,7 @@ from compiled_kernels import target, usage
 from triton.runtime.jit import KernelInterface
 
 from mla_fast import triton_cache_gather, triton_cache_write, triton_merge_states
+from mla_fast._stored_entries import SCALINGS
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.problem import problem
@@ -64,8 +65,8 @@ def case_of(name: str, fmt: str, dtype: str, c: int, r: int) -> Case:
 def compile_all(capability: int) -> None:
     triton.runtime.driver.set_active(target(capability)())
     triton_merge_states.INTERPRETED_BYTES = triton_merge_states.BYTES
+    triton_cache_gather.INTERPRETED_ELEMENTS = triton_cache_gather.ELEMENTS
     for launcher in (triton_cache_gather, triton_cache_write):
-        launcher.INTERPRETED_ELEMENTS = launcher.ELEMENTS
         launcher.converts_e4m3 = lambda _: capability >= 89
     compiled = []
 
@@ -79,6 +80,7 @@ def compile_all(capability: int) -> None:
     for row in CASES:
         inputs = problem(row[0]).materialize(case_of(*row), torch.device("cpu"))
         backend = LAUNCHERS[row[0]].BACKEND
+        triton_cache_write.INTERPRETED = triton_cache_write.TILES[SCALINGS[row[1]].kind]
         variants = {"default": backend.fn, **(backend.variants if "fp8" in row[1] else {})}
         for variant, fn in variants.items():
             fn(*inputs)

@@ -595,7 +595,11 @@ def ask_strides(bench: Bench, manner: Manner) -> tuple[list[Answer], Manner]:
         answers.append(Answer(name, words[value], said))
         if value != YES:
             declined.append(name)
-    return answers, replace(manner, declined=tuple(declined))
+    if declined != list(manner.declined):
+        return answers, replace(manner, declined=tuple(declined))
+    value, said = tried(manner, _plain_inputs(bench, manner, CacheLayout(block_gap=16, offset=16)))
+    answers.append(Answer("steps of 16 bytes", words[value], said))
+    return answers, replace(manner, alignment_bytes=1 if value == YES else 1024)
 
 
 def _plain_inputs(bench: Bench, manner: Manner, layout: CacheLayout = PACKED) -> Any:
@@ -604,18 +608,14 @@ def _plain_inputs(bench: Bench, manner: Manner, layout: CacheLayout = PACKED) ->
 
 
 def ask_alignment(bench: Bench, manner: Manner) -> tuple[list[Answer], Manner]:
-    """The fewest bytes that the start of every entry must be a multiple of."""
+    """Whether an entry may start at any multiple of its elements, or only of 16 bytes."""
     question = "alignment"
-    if manner.spec.contiguous or {"block stride", "offset"} & set(manner.declined):
-        return [Answer(question, "not asked", "blocks and offsets do not move")], manner
-    itemsize = 2 if bench.geometry.dtype != "float32" else 4
-    said = ""
-    for step in (16, itemsize):
-        value, said = tried(manner, _plain_inputs(bench, manner, CacheLayout(block_gap=step, offset=step)))
-        if value != YES:
-            need = 16 if step < 16 else 1024
-            answer = Answer(question, f"{need} bytes", f"{step} bytes: {said}")
-            return [answer], replace(manner, alignment_bytes=need)
+    if manner.spec.contiguous or set(STRIDES) & set(manner.declined) or manner.alignment_bytes > 1:
+        return [Answer(question, "not asked", "it takes no other steps")], manner
+    step = 2 if bench.geometry.dtype != "float32" else 4
+    value, said = tried(manner, _plain_inputs(bench, manner, CacheLayout(block_gap=step, offset=step)))
+    if value != YES:
+        return [Answer(question, "16 bytes", f"{step} bytes: {said}")], replace(manner, alignment_bytes=16)
     return [Answer(question, "one element", said)], manner
 
 

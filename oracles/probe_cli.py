@@ -15,6 +15,7 @@ import typer
 from oracles.adapter_text import Manner, source
 from oracles.call_spec import DECIDED, ROLES, Spec, specs
 from oracles.conventions import QUESTIONS, Answer, Bench, Died, Geometry, first_contact, put
+from oracles.rotations import probe_rotation, rotates
 
 UNANSWERED = 1
 FIRST = -1  # the question how the kernel is called at all
@@ -142,16 +143,19 @@ def probe(
         return 0
     try:
         torch.empty(0, device=device)
-        ways = specs(kernel_named(kernel), arg or [])
+        fn = kernel_named(kernel)
+        rotation = not arg and rotates(fn)
+        ways = [] if rotation else specs(fn, arg or [])
     except (ValueError, RuntimeError, AssertionError) as error:
         raise typer.BadParameter(str(error)) from None
     formats = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     if dtype not in formats:
         raise typer.BadParameter(f"--dtype {dtype!r} is not one of {', '.join(formats)}")
     geometry = Geometry(latent, rope, heads, block_size, dtype, formats[dtype]) if latent else None
-    answers: list[Answer] = []
+    answers: list[Answer] = probe_rotation(fn, device) if rotation else []
     manner: Manner | None = None
-    for more, state in interrogated(State(kernel, ways, torch.device(device).type, geometry), seconds):
+    first = State(kernel, ways, torch.device(device).type, geometry)
+    for more, state in interrogated(first, seconds) if not rotation else ():
         answers += more
         manner = state.manner
     text = source(manner) if manner is not None else ""
@@ -163,7 +167,7 @@ def probe(
         adapter.write_text(text, encoding="utf-8")
     elif text and not as_json:
         typer.echo(f"\n{text}", nl=False)
-    return 0 if text else UNANSWERED
+    return 0 if answers[0].known else UNANSWERED
 
 
 def lines(answers: list[Answer]) -> Iterator[str]:

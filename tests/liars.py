@@ -27,6 +27,7 @@ def kernel(
     past_length: str = "never",
     lse_dtype: torch.dtype = torch.float32,
     packed_strides: bool = False,
+    aligned: bool = False,
     tail: str = "ignored",
     unscaled_lse: bool = False,
     writes: bool = False,
@@ -48,6 +49,8 @@ def kernel(
             os._exit(17)
         if packed_strides and not kv_cache.is_contiguous():
             raise ValueError("kv_cache must be contiguous")
+        if aligned and (kv_cache.storage_offset() * kv_cache.itemsize % 16 or kv_cache.stride(0) % 8):
+            raise ValueError("kv_cache must be aligned to 16 bytes")
         scale = default_scale if ignores_scale else softmax_scale
         (b, s, h, e), k = q.shape, kv_cache.shape[1]
         c = e - (LATENT_SHARE if e > 2 * LATENT_SHARE else e // 3)
@@ -117,6 +120,7 @@ zero_weight = kernel(past_length="zero weight")
 narrow_lse = kernel(lse_dtype=torch.bfloat16)
 unscaled_lse = kernel(unscaled_lse=True)
 packed = kernel(packed_strides=True)
+aligned = kernel(aligned=True)
 refuses_negative = kernel(tail="refuses")
 dies_of_negative = kernel(tail="dies")
 writes_its_query = kernel(writes=True)
@@ -179,3 +183,25 @@ def in_batch(q, kv_cache, block_table, cache_seqlens, softmax_scale):
 def renamed(a, b, table, lens, factor):
     """Parameters that nobody can guess."""
     return honest(a, b, table, lens, factor)
+
+
+def rotate_backwards(q, cos, sin):
+    """Half-split pairs turned the other way."""
+    a, b = q.chunk(2, dim=-1)
+    return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+
+
+def rotate_heads_first(x, position_ids):
+    """Interleaved pairs of [1 h t r], with frequencies of its own."""
+    if x.dim() != 4:
+        raise ValueError("x must be [b h t r]")
+    r = x.shape[-1]
+    angle = position_ids[:, None].double() * 10000.0 ** (-torch.arange(0, r, 2).double() / r)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+
+
+def rotate_twice(q, cos, sin):
+    """By twice the angle."""
+    return rotate_backwards(rotate_backwards(q, cos, -sin), cos, -sin)

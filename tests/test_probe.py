@@ -41,6 +41,7 @@ HONEST = {
     "entry stride": "honoured",
     "block stride": "honoured",
     "offset": "honoured",
+    "steps of 16 bytes": "honoured",
     "alignment": "one element",
     "rows without a key: out": "0",
     "rows without a key: lse": "-∞",
@@ -99,6 +100,7 @@ MORE = {
     "narrow_lse": {"lse dtype": "bfloat16", "rows without a key: lse": "none returned"},
     "unscaled_lse": {"lse of": "scores before scaling"},
     "packed": {"entry stride": "refuses", "block stride": "refuses", "alignment": "not asked"},
+    "aligned": {"alignment": "16 bytes"},
     "refuses_negative": {"-1 in the table's tail": "refuses"},
     "restless": {
         "deterministic": "no",
@@ -155,7 +157,7 @@ def test_every_deviation_is_found_and_nothing_else(name, tmp_path, monkeypatch):
     if name == "restless":  # no claim of two runs can be held to it
         found.pop("adapter")
     missing = set(wanted) - set(found)
-    assert missing <= {"more queries than keys", "adapter"}, missing
+    assert missing <= {"more queries than keys", "adapter", "steps of 16 bytes"}, missing
     assert found == {question: wanted[question] for question in found}
     assert manner is not None
     backend = imported(manner, tmp_path, monkeypatch, f"adapter_{name}")
@@ -327,3 +329,31 @@ def test_predictions_of_masks_differ_by_their_keys():
     seen = {mask: conventions.seen_by(inputs, mask).tolist() for mask in ("bottom-right", "top-left", "none")}
     assert seen == {"bottom-right": [3, 4, 5, 1, 2], "top-left": [1, 2, 3, 1, 2], "none": [5, 5, 5, 2, 2]}
     assert torch.equal(inputs.block_table, inputs.block_table.clamp(min=0))
+
+
+THEIRS = "transformers.models.deepseek_v3.modeling_deepseek_v3"
+PAIRS, HALVES = "interleaved: (0, 1), (2, 3), …", "half-split: (0, r/2), (1, r/2 + 1), …"
+
+
+@pytest.mark.parametrize(
+    ("target", "read", "written", "direction"),
+    [
+        ("mla_ref.rope:rotate", PAIRS, PAIRS, "forwards"),
+        (f"{THEIRS}:apply_rotary_pos_emb", HALVES, HALVES, "forwards"),
+        (f"{THEIRS}:apply_rotary_pos_emb_interleave", PAIRS, HALVES, "forwards"),
+        ("liars:rotate_backwards", HALVES, HALVES, "backwards"),
+        ("liars:rotate_heads_first", PAIRS, PAIRS, "forwards"),
+    ],
+)
+def test_rotary_embeddings(target, read, written, direction, capsys):
+    if target.startswith("transformers"):
+        pytest.importorskip("transformers", reason="asks transformers' own rotations")
+    assert main(["probe", target, "--json"]) == 0
+    answers = {one["question"]: one["value"] for one in json.loads(capsys.readouterr().out)["answers"]}
+    assert (answers["pairs read"], answers["order written"]) == (read, written)
+    assert answers["direction"] == direction
+
+
+def test_a_rotation_that_is_none_stays_open(capsys):
+    assert main(["probe", "liars:rotate_twice"]) == 1
+    assert re.search(r"^rope +undetermined +nothing tried fits", capsys.readouterr().out, re.MULTILINE)

@@ -1,21 +1,21 @@
 """A campaign: numbered cases, drawn, judged in workers and written down, until time or numbers are up.
 
 Of B backends, number n is case n // B of backend n % B: it follows from the seed alone, whoever judges it
-and when. Workers draw cases a few at a time, each in a block of its own, since a case may follow from those
-before it in its block. A kind of failure that is new is made small at once, in a worker too.
+and when. Workers draw cases, too, those of a backend by one of them a few at a time, since a case may follow
+from those before it. A kind of failure that is new is made small at once, in a worker as well.
 """
 
 import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 from mla_ref.case import Case
-from oracles.coverage import BLOCK, draw
+from oracles.coverage import draw
 from oracles.matrix import Job
 from oracles.pool import Part, judge_in, judge_job, judges
 from oracles.run_directory import Failure, Journal, Record, RunDirectory
@@ -25,7 +25,7 @@ from oracles.verdict import CRASH, TIMEOUT, Verdict
 from oracles.verify import DEFAULT, find_backend
 from oracles.worker import DONE, ITEM, RAISED, STEP, Engine, Limits, Outcome, Say, Task
 
-# Cases of one drawing, and how many are to wait for each worker.
+# Cases of one drawing, and how many of a backend are to wait for each worker.
 DRAWN, AHEAD = 32, 2
 
 # Kinds of failure that are made small, and how long that may take.
@@ -104,21 +104,28 @@ def _to_shrink(verdict: Verdict, plan: Plan) -> dict[str, Any]:
 
 
 @dataclass
-class _Deck:
-    """Which numbers are dealt, and what waits for a worker.
+class _Backend:
+    """One backend's share. next: the index to be drawn next. ready: cases to be judged. dealt: how many were.
 
-    ready: cases to be judged. first: what goes before. blocks: where each slot draws next. retired: backends
-    for which no case is found.
+    drawing: whether somebody draws for it now. over: there are no more cases, or none can be found.
     """
+
+    next: int = 0
+    ready: deque[_Judging] = field(default_factory=deque)
+    dealt: int = 0
+    drawing: bool = False
+    over: bool = False
+
+
+@dataclass
+class _Deck:
+    """Which numbers are dealt. first: what goes before; backends: in the order of the plan."""
 
     plan: Plan
     size: int
     done: frozenset[int]
-    ready: deque[_Judging] = field(default_factory=deque)
     first: deque[_Work] = field(default_factory=deque)
-    blocks: dict[int, tuple[int, int]] = field(default_factory=dict)
-    next_block: int = 0
-    retired: set[str] = field(default_factory=set)
+    backends: list[_Backend] = field(default_factory=list)
 
     def next(self, slot: int, over: bool) -> _Work | None:
         """What a free slot is to do. When it is over, numbers that were begun are ended, and no more."""
@@ -128,39 +135,36 @@ class _Deck:
                 return work
         if over:
             return None
-        if len(self.ready) < AHEAD * self.size and (drawing := self._drawing(slot)) is not None:
+        own = [at for at in range(len(self.backends)) if at % self.size == slot]
+        if (drawing := self._draw(own, AHEAD * self.size)) is not None:
             return drawing
-        return self.ready.popleft() if self.ready else None
+        waiting = [backend for backend in self.backends if backend.ready]
+        if waiting:
+            backend = min(waiting, key=lambda backend: backend.dealt)
+            backend.dealt += 1
+            return backend.ready.popleft()
+        return self._draw(range(len(self.backends)), 1)
 
-    def _drawing(self, slot: int) -> _Drawing | None:
-        """The next numbers that are not done yet; None when all are dealt."""
-        backends = list(self.plan.problems)
-        while (at := self._take(slot)) is not None:
-            block, offset = at
-            first = (block // len(backends) * BLOCK + offset) * len(backends) + block % len(backends)
-            numbers = range(first, self._end(first + DRAWN * len(backends)), len(backends))
-            todo = tuple(number for number in numbers if number not in self.done)
-            if todo and backends[block % len(backends)] not in self.retired:
-                return _Drawing(todo)
+    def _draw(self, candidates: Sequence[int], enough: int) -> _Drawing | None:
+        """The next numbers of a backend for which fewer cases wait than are enough, and nobody draws.
+
+        Of each backend by one slot where that can be: what its first case costs is not paid again.
+        """
+        of = len(self.backends)
+        for at in sorted(candidates, key=lambda at: len(self.backends[at].ready)):
+            backend = self.backends[at]
+            while len(backend.ready) < enough and not backend.drawing and not backend.over:
+                indices = range(backend.next, backend.next + DRAWN)
+                backend.next += DRAWN
+                numbers = [index * of + at for index in indices]
+                if self.plan.num_cases is not None:
+                    numbers = [number for number in numbers if number < self.plan.num_cases]
+                    backend.over = len(numbers) < DRAWN
+                todo = tuple(number for number in numbers if number not in self.done)
+                if todo:
+                    backend.drawing = True
+                    return _Drawing(todo)
         return None
-
-    def _end(self, end: int) -> int:
-        return end if self.plan.num_cases is None else min(end, self.plan.num_cases)
-
-    def _take(self, slot: int) -> tuple[int, int] | None:
-        """A block and an offset in it: of the slot's own block, of a new one, or else of another slot's."""
-        of = len(self.plan.problems)
-        first = self.next_block // of * BLOCK * of + self.next_block % of
-        if slot not in self.blocks and first < self._end(first + 1) and len(self.retired) < of:
-            self.blocks[slot] = self.next_block, 0
-            self.next_block += 1
-        owner = slot if slot in self.blocks else next(iter(self.blocks), None)
-        if owner is None:
-            return None
-        block, offset = self.blocks.pop(owner)
-        if offset + DRAWN < BLOCK:
-            self.blocks[slot] = block, offset + DRAWN
-        return block, offset
 
 
 def known(plan: Plan, journal: Journal, tally: Tally) -> frozenset[int]:
@@ -195,6 +199,7 @@ def campaign(
     over: whether no more numbers are to be begun.
     """
     deck, keys = _Deck(plan, engine.size, done), itertools.count()
+    deck.backends = [_Backend() for _ in plan.problems]
     deck.first += [_Shrinking(kind, tally.first[kind]) for kind in tally.found if kind not in tally.small]
     running: dict[int, _Work] = {}
 
@@ -233,16 +238,17 @@ def campaign(
 
 def _deal(deck: _Deck, work: _Drawing, outcome: Outcome, tally: Tally) -> None:
     """Take in the cases that were drawn; where a backend's own code stops that, draw without it."""
+    spec = deck.plan.backend(work.numbers[0])
+    backend = deck.backends[list(deck.plan.problems).index(spec)]
     if outcome.end == DONE:
+        backend.drawing = False
         cases = [Case.from_json(json.dumps(body)) for kind, body in outcome.messages if kind == ITEM]
         for number, case in zip(work.numbers, cases, strict=True):
-            deck.ready.append(_Judging(number, Part(deck.plan.job(number, case))))
-        return
-    if work.careless:
+            backend.ready.append(_Judging(number, Part(deck.plan.job(number, case))))
+    elif work.careless:
         raise RuntimeError(f"drawing cases: {outcome.why}")
-    spec = deck.plan.backend(work.numbers[0])
-    if outcome.end == RAISED and (STEP, "drawing") in outcome.messages:
-        deck.retired.add(spec)
+    elif outcome.end == RAISED and (STEP, "drawing") in outcome.messages:
+        backend.over = True
         tally.reasons[spec] = outcome.why.removeprefix("ValueError: ")
     else:
         deck.first.append(work._replace(careless=True))

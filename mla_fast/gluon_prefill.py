@@ -300,6 +300,9 @@ def chunked_by(rows_of: Rows) -> Callable[..., AttentionOutput]:
     return gluon_prefill
 
 
+gluon_prefill = chunked_by(roomy)
+
+
 def why_not(dtype: torch.dtype, widths: tuple[int, ...], c: int) -> str | None:
     """Why queries of this type, or heads and latents of these widths, are refused; or None."""
     if dtype not in DTYPES:
@@ -329,7 +332,7 @@ def supports(case: Case) -> str | None:
 BACKEND = Backend(
     "mla_fast.gluon_prefill",
     "attention",
-    chunked_by(roomy),
+    gluon_prefill,
     Numerics(
         accumulate="float32",
         form="expanded",

@@ -1,4 +1,4 @@
-"""What an unknown rotary embedding does: which channels it pairs, where it writes them, and which way it turns.
+"""What an unknown rotary embedding does: which channels it pairs, where it writes them, which way it turns.
 
 It is called with every usual shape of its arguments; what it returns is compared with every combination of
 the pairing that it reads, the order that it writes, and the direction, from float64 angles.

@@ -105,7 +105,7 @@ def test_one_table_alone(capsys):
 def test_without_arguments_the_commands_are_listed(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    commands = ("list", "run", "show", "replay", "report", "record")
+    commands = ("list", "run", "show", "replay", "report", "record", "probe", "doctor")
     assert all(re.search(rf"^  {command}  ", out, re.MULTILINE) for command in commands)
 
 

@@ -17,16 +17,19 @@ from typing import Any, NamedTuple
 from mla_ref.case import Case
 from oracles.coverage import draw
 from oracles.matrix import Job
-from oracles.pool import Part, judge_in, judge_job, judges
+from oracles.pool import IMPORT_SECONDS, Part, judge_in, judge_job, judges
 from oracles.run_directory import Failure, Journal, Record, RunDirectory
 from oracles.shrink import smallest
 from oracles.tally import Kind, Tally
 from oracles.verdict import CRASH, TIMEOUT, Verdict
 from oracles.verify import DEFAULT, find_backend
-from oracles.worker import DONE, ITEM, RAISED, STEP, Engine, Limits, Outcome, Say, Task
+from oracles.worker import DONE, ITEM, PATIENCE, RAISED, STEP, Engine, Limits, Outcome, Say, Task
 
 # Cases of one drawing, and how many of a backend are to wait for each worker.
 DRAWN, AHEAD = 32, 2
+
+# A first case may follow from thousands of tries.
+DRAWING = {PATIENCE: 120.0}
 
 # Kinds of failure that are made small, and how long that may take.
 MAX_SMALL, SMALL_SECONDS = 16, 30.0
@@ -247,7 +250,7 @@ def _deal(deck: _Deck, work: _Drawing, outcome: Outcome, tally: Tally) -> None:
             backend.ready.append(_Judging(number, Part(deck.plan.job(number, case))))
     elif work.careless:
         raise RuntimeError(f"drawing cases: {outcome.why}")
-    elif outcome.end == RAISED and (STEP, "drawing") in outcome.messages:
+    elif outcome.end == RAISED and (STEP, DRAWING) in outcome.messages:
         backend.over = True
         tally.reasons[spec] = outcome.why.removeprefix("ValueError: ")
     else:
@@ -264,13 +267,13 @@ def _smaller(work: _Shrinking, outcome: Outcome) -> Failure:
 
 def drawn(argument: Mapping[str, Any], say: Say) -> None:
     """In a worker: cases, one after the other."""
-    say(STEP, "import")
+    say(STEP, {PATIENCE: IMPORT_SECONDS})
     spec = argument["backend"]
     supports = None if spec is None else _supports(spec)
-    say(STEP, "drawing")
+    say(STEP, DRAWING)
     for index in argument["indices"]:
         case = draw(argument["problem"], argument["seed"], index, supports)
-        say(STEP, "")
+        say(STEP, DRAWING)
         say(ITEM, json.loads(case.to_json()))
 
 

@@ -25,6 +25,7 @@ from oracles.worker import (
     CRASHED,
     DONE,
     ITEM,
+    PATIENCE,
     RAISED,
     STEP,
     TIMED_OUT,
@@ -39,6 +40,9 @@ from oracles.worker import (
 )
 
 STATUS = {CRASHED: CRASH, TIMED_OUT: TIMEOUT, RAISED: ERROR}
+
+# What the import of a backend may take, whatever its functions may.
+IMPORT_SECONDS = 60.0
 
 # Of a GPU's memory, what all workers together may take.
 GPU_SHARE = 0.9
@@ -164,7 +168,7 @@ def judged(argument: Mapping[str, Any], say: Say) -> None:
     """
     job, skip = _job(argument), argument["skip"]
     for at, spec in enumerate(job.specs):
-        say(STEP, {"backend": at})
+        say(STEP, {"backend": at, PATIENCE: IMPORT_SECONDS})
         backend = find_backend(spec)
         for trial, (name, oracles) in enumerate(trials(job, tuple(backend.variants))):
             if at == 0 and trial < skip:
@@ -259,7 +263,8 @@ def problems_of(specs: Sequence[str], device: str, limits: Limits | None) -> dic
 
 def describe_all(engine: Engine, specs: Sequence[str], device: str) -> dict[str, Described]:
     """What each backend says of itself in a worker. Raises: ValueError as ``problems_of`` does."""
-    todo = [Task("oracles.pool:describe", {"spec": spec, "device": device}) for spec in specs]
+    argument = {"device": device, PATIENCE: IMPORT_SECONDS}
+    todo = [Task("oracles.pool:describe", {**argument, "spec": spec}) for spec in specs]
 
     def source(_: int) -> Task | None:
         return todo.pop(0) if todo else None
@@ -278,7 +283,7 @@ def describe_all(engine: Engine, specs: Sequence[str], device: str) -> dict[str,
 
 def describe(argument: Mapping[str, Any], say: Say) -> None:
     """In a worker: what a backend says of itself. One that raises when it is asked will do so when judged."""
-    say(STEP, {})
+    say(STEP, {PATIENCE: argument[PATIENCE]})
     backend, unavailable = load(argument["spec"]), None
     with contextlib.suppress(Exception, SystemExit):
         unavailable = backend.requires(torch.device(argument["device"]).type)

@@ -33,8 +33,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-# The first word of a message: a step restarts the clock, an item is just said.
+# The first word of a message: a step restarts the clock, an item is just said. A step that says how many
+# seconds it needs, under this name, is given as many even where the limit is lower.
 STEP, ITEM = "step", "item"
+PATIENCE = "patience"
 
 # How a task ended: by itself, by an exception, by asking for a fresh process, with its process, out of time.
 DONE, RAISED, REPLACED, CRASHED, TIMED_OUT = "done", "raised", "replaced", "crashed", "timed out"
@@ -156,8 +158,8 @@ def one_line(error: BaseException) -> str:
 class _Worker:
     """One process as its parent sees it.
 
-    since: when its step began. hung_up: when it closed its end. ready: its preparation is over. again: its
-    task was given before, to one that died before the task began.
+    since: when its step began. patience: what that asked for. hung_up: when it closed its end. ready: its
+    preparation is over. again: its task was given before, to one that died before the task began.
     """
 
     process: subprocess.Popen[bytes]
@@ -165,6 +167,7 @@ class _Worker:
     cookie: str
     task: Task | None
     since: float
+    patience: float = 0.0
     hung_up: float = math.inf
     ready: bool = False
     again: bool = False
@@ -246,7 +249,7 @@ class Pool:
         return worker
 
     def _send(self, worker: _Worker, task: Task, memory: int | None = None) -> None:
-        worker.since = time.monotonic()
+        worker.since, worker.patience = time.monotonic(), 0.0
         with contextlib.suppress(OSError):  # if it has died, that is noticed elsewhere
             worker.link.sendall(json.dumps([task.handler, task.argument, memory]).encode() + b"\n")
 
@@ -281,7 +284,7 @@ class Pool:
         if time.monotonic() - worker.hung_up > DYING:
             return CRASHED, "closed the judge's connection"
         busy = worker.task is not None or not worker.ready
-        seconds = self._limits.seconds if worker.ready else START_SECONDS
+        seconds = max(self._limits.seconds, worker.patience) if worker.ready else START_SECONDS
         if busy and time.monotonic() - worker.since > seconds:
             return TIMED_OUT, f"took longer than {seconds:g} s{_where_it_is(worker)}"
         crowd = crowds.get(worker.process.pid, [])
@@ -378,6 +381,7 @@ def _said(worker: _Worker) -> tuple[str, str] | None:
         worker.messages.append((kind, body))
         if kind == STEP:
             worker.since = time.monotonic()
+            worker.patience = body.get(PATIENCE, 0.0) if isinstance(body, dict) else 0.0
     return None
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from oracles.worker import ITEM, STEP, Replace
+from oracles.worker import ITEM, PATIENCE, STEP, Replace
 
 FOREVER = 1000.0
 
@@ -193,6 +193,12 @@ def steps(argument, say):
     for _ in range(4):
         say(STEP, {})
         time.sleep(argument)
+    say(ITEM, "in time")
+
+
+def patient(argument, say):
+    say(STEP, {PATIENCE: 60.0})
+    time.sleep(argument)
     say(ITEM, "in time")
 
 

@@ -27,7 +27,7 @@ from oracles.run_directory import VERDICTS, RunDirectory, manifest_of, open_run
 from oracles.tally import Count, Tally, kind_of
 from oracles.verdict import BROKEN, CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict, Worst
 from oracles.verify import judge
-from oracles.worker import CRASHED, DONE, ITEM, RAISED, Limits, Outcome
+from oracles.worker import CRASHED, DONE, ITEM, RAISED, STEP, Limits, Outcome
 
 ROOT = Path(__file__).parent.parent
 LIMITS = Limits(60.0)
@@ -202,7 +202,7 @@ def test_a_backend_for_which_no_case_is_found_is_not_tried():
             for outcome in super().outcomes(source):
                 drawing = outcome is not None and outcome.task.handler.endswith("drawn")
                 yield (
-                    Outcome(outcome.task, [("step", "drawing")], RAISED, "ValueError: rope: none")
+                    Outcome(outcome.task, [(STEP, campaign_module.DRAWING)], RAISED, "ValueError: rope: none")
                     if drawing
                     else outcome
                 )
@@ -529,6 +529,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys):
 
 def test_imports_that_fail_die_or_hang_are_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("oracles.pool.IMPORT_SECONDS", 3.0)
     for name, source, message in (
         (
             "import_fails",
@@ -552,7 +553,7 @@ def test_imports_that_fail_die_or_hang_are_one_line(tmp_path, monkeypatch, capsy
         ),
     ):
         Path(f"{name}.py").write_text(source)
-        assert main(["fuzz", "--backend", name, "--budget", "1cases", "--jobs", "1", "--timeout", "3s"]) == 2
+        assert main(["fuzz", "--backend", name, "--budget", "1cases", "--jobs", "1", "--timeout", "1s"]) == 2
         err = capsys.readouterr().err
         assert re.fullmatch(rf"mla-verify: [^\n]*{message}[^\n]*\n", err), err
 

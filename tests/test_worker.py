@@ -95,6 +95,12 @@ def test_time_is_that_of_a_step():
     assert (outcome.end, said(outcome)) == (DONE, ["in time"])
 
 
+def test_a_step_is_given_the_time_that_it_asks_for():
+    patient, hung = outcomes([("patient", 0.9), ("hang", None)], LIMITS._replace(seconds=0.4))
+    assert (patient.end, said(patient)) == (DONE, ["in time"])
+    assert hung.end == TIMED_OUT
+
+
 def test_what_is_printed_is_no_message():
     garbage, much, after = outcomes([("print_garbage", 1), ("print_much", 2), ("echo", 3)])
     assert (garbage.end, said(garbage)) == (DONE, [1])

@@ -1,10 +1,11 @@
-"""Compiles what ``mla_fast.gluon_decode`` and ``gluon_decode_fp8`` would launch on a Hopper GPU, without one.
+"""Compiles what ``mla_fast``'s Gluon launchers of decode would launch on a Hopper GPU, without one.
 
-``compiled_gluon_kernels.py 128 64 bf16``: heads, block size, format. As ``compiled_kernels``: one line of
-JSON a kernel, through the launcher itself. For the attention kernel also what its loops are made of, read
-from the machine code.
+``compiled_gluon_kernels.py gluon_decode 128 64 bf16``: launcher, heads, block size, format. As
+``compiled_kernels``: one line of JSON a kernel, through the launcher itself. For attention kernels also what
+its loops are made of, read from the machine code.
 """
 
+import importlib
 import json
 import re
 import subprocess
@@ -18,7 +19,7 @@ import triton
 from compiled_kernels import CUOBJDUMP, target, usage
 from triton.runtime.jit import KernelInterface
 
-from mla_fast import gluon_decode, gluon_decode_fp8
+from mla_fast import gluon_decode
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.problem import problem
@@ -68,9 +69,9 @@ def complaints(ptx: str) -> list[str]:
     return [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
 
 
-def compile_all(heads: int, block_size: int, fmt: str) -> None:
+def compile_all(name: str, heads: int, block_size: int, fmt: str) -> None:
     triton.runtime.driver.set_active(target(90)())
-    launcher = gluon_decode_fp8 if fmt in gluon_decode_fp8.TILED else gluon_decode
+    launcher = importlib.import_module(f"mla_fast.{name}")
     launcher.plan = lambda *args, **options: gluon_decode.plan_for(NUM_SMS, *args, **options)
     compiled = {}
 
@@ -92,13 +93,13 @@ def compile_all(heads: int, block_size: int, fmt: str) -> None:
     inputs = problem(case.problem).materialize(case, torch.device("cpu"))
     for function in (launcher.BACKEND.fn, launcher.batch_invariant):
         function(*inputs)
-    for name, kernel in compiled.items():
-        line = {"kernel": name, "case": [heads, block_size, fmt], "shared": kernel.metadata.shared}
+    for kernel_name, kernel in compiled.items():
+        line = {"kernel": kernel_name, "case": [heads, block_size, fmt], "shared": kernel.metadata.shared}
         line |= usage(kernel.asm["cubin"])
-        if name.startswith("mla_decode"):
+        if kernel_name.startswith("mla_decode"):
             line |= {"loops": loops(kernel.asm["cubin"]), "complaints": complaints(kernel.asm["ptx"])}
         sys.stdout.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    compile_all(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -318,8 +318,7 @@ def test_a_record_is_shown_with_ratios_of_its_own() -> None:
     text = printed(show(RECORD))
     assert "ceilings: copy 2,000 GB/s, bfloat16 product 500.0 TFLOP/s" in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    assert lines["x"].split() == ["x", "fail"]
-    assert "x: fail: off by 3" in text
+    assert "  x (default): fail: off by 3" in text
     assert lines["y"].split()[1:] == [
         "200.0",
         "199.0-201.0",

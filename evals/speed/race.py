@@ -18,7 +18,6 @@ import json
 import math
 import platform
 import statistics
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +111,6 @@ def race(
         "version": VERSION,
         "run": uuid.uuid4().hex,
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": sys.argv[1:],
         "machine": machine(device),
         "pace": asdict(pace),
         "ceilings": [ceilings(device, pace)],

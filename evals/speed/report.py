@@ -87,11 +87,9 @@ def _case(record: dict[str, Any], case: dict[str, Any], base: str) -> Renderable
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     divisor = base_of(case, base)
-    notes = []
+    notes = [Text(line) for line in _absent(case)]
     for entry in case["contestants"]:
         if "us" not in entry:
-            table.add_row(name_of(entry), *[""] * 7, entry["status"])
-            notes.append(Text(f"  {name_of(entry)}: {entry['status']}: {entry['detail']}"))
             continue
         us = entry["us"]
         part, bound = share(record, case, us)
@@ -113,6 +111,19 @@ def _case(record: dict[str, Any], case: dict[str, Any], base: str) -> Renderable
     if divisor:
         notes.append(Text(f"  ratio: time over that of {name_of(divisor)}, below 1 is faster"))
     return Group(Text(title), table, *notes)
+
+
+def _absent(case: dict[str, Any]) -> list[str]:
+    """Why contestants have no time, once for all of a backend that have the same reason."""
+    why: dict[tuple[str, str, str], list[str]] = {}
+    for entry in case["contestants"]:
+        if "us" not in entry:
+            reason = entry["backend"], entry["status"], entry["detail"]
+            why.setdefault(reason, []).append(entry["variant"])
+    return [
+        f"  {name} ({', '.join(variants)}): {status}: {detail}"
+        for (name, status, detail), variants in why.items()
+    ]
 
 
 def side_by_side(records: Sequence[dict[str, Any]]) -> RenderableType:

@@ -1,7 +1,8 @@
 """Adapter to FlashMLA's dense decode kernel, ``flash_mla.flash_mla_with_kvcache``.
 
 Version: deepseek-ai/FlashMLA 9241ae3 (2026-04); the PyPI wheel tokenspeed-flashmla 1.0.0.post20251110 has
-the same module and signature.
+the same module and signature. Called so that its first generation (2025-02), whose metadata is planned before
+the call, takes it too; that one has not been judged.
 Conversions: the two parts of the query are concatenated, a copy, and reshaped to [b s h 576]; ``lse`` comes
 as [b h s], and +inf where a row sees no key; it leaves as [t h], and -inf. Scheduler metadata is made anew
 in every call, since it is valid for one set of lengths only.
@@ -103,12 +104,15 @@ def prepare(
         raise ValueError(
             f"ql_nope: t={t}, but {b} requests of max_seqlen_q={max_seqlen_q} tokens have another"
         )
-    metadata, _ = get_mla_metadata()
+    # The first generation plans here, for these lengths; later ones only when they run, and ignore these.
+    metadata, splits = get_mla_metadata(cache_seqlens.contiguous(), max_seqlen_q * h, 1)
     query = torch.cat([ql_nope, q_pe], dim=-1).reshape(b, max_seqlen_q, h, -1)
     arguments = query, kv_cache.unsqueeze(2), block_table.contiguous(), cache_seqlens.contiguous()
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = flash_mla_with_kvcache(*arguments, c, metadata, softmax_scale=softmax_scale, causal=True)
+        out, lse = flash_mla_with_kvcache(
+            *arguments, c, metadata, splits, softmax_scale=softmax_scale, causal=True
+        )
         return out, lse
 
     def finish(result: tuple[torch.Tensor, torch.Tensor]) -> AttentionOutput:

@@ -53,16 +53,21 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> No
     monkeypatch.setitem(sys.modules, name, module)
 
 
-@pytest.fixture
-def stand_in_flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["2025-02", "2026-01"])
+def stand_in_flash_mla(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paged, [b s h 576] queries, lse [b h s] and +inf on a row without a key, 576^-0.5 by default."""
 
     def flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, *,
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
         softmax_scale=None, causal=False,
     ):  # fmt: skip
         assert causal
-        assert tile_scheduler_metadata == "metadata"
+        if request.param == "2025-02":
+            lengths, rows, heads = tile_scheduler_metadata
+            assert torch.equal(lengths, cache_seqlens)
+            assert (rows, heads, num_splits) == (q.shape[1] * q.shape[2], 1, len(cache_seqlens))
+        else:
+            assert (tile_scheduler_metadata, num_splits) == ("metadata", None)
         assert k_cache.shape[1:] == (64, 1, 576)
         scale = softmax_scale or q.shape[-1] ** -0.5
         results = []
@@ -71,10 +76,15 @@ def stand_in_flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
             results.append(attend(query, keys, keys[:, :head_dim_v], scale, torch.inf))
         return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
 
+    def get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
+        if request.param == "2025-02":
+            return (cache_seqlens, num_heads_per_head_k, num_heads_k), len(cache_seqlens)
+        return "metadata", None
+
     install(
         monkeypatch,
         "flash_mla",
-        get_mla_metadata=lambda: ("metadata", None),
+        get_mla_metadata=get_mla_metadata,
         flash_mla_with_kvcache=flash_mla_with_kvcache,
     )
 

@@ -24,7 +24,7 @@ from mla_fast import _stored_entries
 from mla_fast.chunked_sdpa import float32_sums
 from mla_fast.gluon_decode import requires
 from mla_fast.triton_cache_gather import gather_into
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.chunk_plan import CAP, packed, places, whole_blocks
 from mla_ref.formats import CacheFormat
@@ -303,6 +303,33 @@ def chunked_by(rows_of: Rows) -> Callable[..., AttentionOutput]:
 gluon_prefill = chunked_by(roomy)
 
 
+def prepare(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    cache_format: CacheFormat,
+    kv_scale: torch.Tensor,
+) -> Prepared:
+    """The plan of a step made and the projections in one matrix, and one layer's attention left."""
+    step = plan(cu_seqlens_q, cache_seqlens, kv_cache.shape[1], roomy)
+    kv_b, p = torch.cat([w_uk, w_uv], dim=1), w_uk.shape[1]
+    uk, uv = kv_b[:, :p], kv_b[:, p:]
+
+    def layer() -> AttentionOutput:
+        return attend(
+            step, q_nope, q_pe, kv_cache, block_table, uk, uv, softmax_scale, cache_format, kv_scale
+        )
+
+    return Prepared(layer, lambda output: output)
+
+
 def why_not(dtype: torch.dtype, widths: tuple[int, ...], c: int) -> str | None:
     """Why queries of this type, or heads and latents of these widths, are refused; or None."""
     if dtype not in DTYPES:
@@ -348,4 +375,5 @@ BACKEND = Backend(
     requires,
     supports,
     {"thirds": chunked_by(third), "fortieths": chunked_by(fortieth)},
+    prepare,
 )

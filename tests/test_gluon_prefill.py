@@ -8,6 +8,7 @@ from types import ModuleType
 import gluon_emulator
 import numpy as np
 import pytest
+import torch
 from gluon_emulator import Emulated, array
 
 from mla_fast import _gluon_prefill_kernel, gluon_prefill
@@ -15,6 +16,7 @@ from mla_ref.backend import available
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.layout import CacheLayout
+from mla_ref.problem import problem
 from oracles.verdict import ERROR, FAIL, PASS
 from oracles.verify import judge
 
@@ -106,6 +108,18 @@ def test_values(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {verdict.variant for verdict in verdicts} == {"default", *BACKEND.variants}
     for verdict in verdicts:
         assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+
+
+def test_a_prepared_call_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every time: the kernel leaves its counters as it found them."""
+    emulate(monkeypatch, _gluon_prefill_kernel)
+    inputs = problem("attention").materialize(case("ragged", seed), torch.device("cpu"))
+    want = gluon_prefill.gluon_prefill(*inputs)
+    prepared = gluon_prefill.prepare(*inputs)
+    for _ in range(2):
+        got = prepared.finish(prepared.run())
+        assert torch.equal(got.out, want.out)
+        assert torch.equal(got.lse, want.lse)
 
 
 @pytest.mark.slow

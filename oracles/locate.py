@@ -34,6 +34,9 @@ SAMPLE = 8
 # Rows, heads or channels beyond which nobody looks for where a wrong one came from.
 MAX_MOVED = 600
 
+# Elements beyond which copies would be too large, and nothing is explained.
+MAX_EXPLAINED = 2**26
+
 # Channels that kernels take at once.
 TILES = (128, 64, 32, 16)
 
@@ -41,6 +44,7 @@ TILES = (128, 64, 32, 16)
 class _Rows(NamedTuple):
     """Of each packed row: its request, its number in it, and how many tokens, keys and seen keys it has."""
 
+    num_requests: int
     request: torch.Tensor
     query: torch.Tensor
     q_len: torch.Tensor
@@ -91,7 +95,9 @@ def locate(
     bad = _Bad(got.double(), want.double(), bound.double(), ~inside)
     rows = _rows_of(inputs, got.shape[0]) if axes[:1] == ["t"] else None
     where = ", ".join(filter(None, (*_axes(axes, bad.mask, rows, inputs), _kind(got, bad))))
-    guesses = list(dict.fromkeys(_guesses(name, axes, bad, rows, inputs)))
+    guesses: list[str] = []
+    if got.numel() <= MAX_EXPLAINED:
+        guesses = list(dict.fromkeys(_guesses(name, axes, bad, rows, inputs)))
     return Pattern(where=where, guess=guesses[0] if len(guesses) == 1 else "", **_map(axes, bad.mask, rows))
 
 
@@ -105,9 +111,9 @@ def _rows_of(inputs: Any, num_rows: int) -> _Rows | None:
     query = torch.arange(num_rows, device=device) - offsets[:-1].to(torch.int64)[request]
     kv_len = getattr(inputs, "cache_seqlens", None)
     if kv_len is None or not hasattr(inputs, "cu_seqlens_q"):
-        return _Rows(request, query, q_len, None, None)
+        return _Rows(len(sizes), request, query, q_len, None, None)
     kv_len = kv_len.to(torch.int64)[request]
-    return _Rows(request, query, q_len, kv_len, (kv_len - q_len + query + 1).clamp(min=0))
+    return _Rows(len(sizes), request, query, q_len, kv_len, (kv_len - q_len + query + 1).clamp(min=0))
 
 
 def _axes(axes: Sequence[str], mask: torch.Tensor, rows: _Rows | None, inputs: Any) -> Iterator[str]:
@@ -152,13 +158,12 @@ def _span(word: str, flags: torch.Tensor, tiles: bool = False) -> str:
 
 def _row_words(flags: torch.Tensor, rows: _Rows, inputs: Any) -> Iterator[str]:
     """Requests, the queries in them, and what the bad rows have that no other row has."""
-    num_requests = int(rows.request[-1]) + 1
-    requests = torch.zeros(num_requests, dtype=torch.bool, device=flags.device)
+    requests = torch.zeros(rows.num_requests, dtype=torch.bool, device=flags.device)
     requests[rows.request[flags]] = True
     has_rows = torch.zeros_like(requests)
     has_rows[rows.request] = True
     mates = flags | ~requests[rows.request]
-    if num_requests > 1:
+    if rows.num_requests > 1:
         every = bool((requests == has_rows).all())
         yield "every request" if every else _span("request", requests)
     if not bool(mates.all()):
@@ -360,10 +365,13 @@ def _sources(bad: _Bad) -> dict[int, int]:
 def _moved_words(word: str, size: int, sources: dict[int, int], rows: _Rows | None) -> str:
     if rows is not None:
         requests = {(int(rows.request[row]), int(rows.request[source])) for row, source in sources.items()}
-        if len(requests) == 1:
-            (here, there), same = next(iter(requests)), len(sources) > 1
-            if here != there and (same or int(rows.request[-1]) > 0):
+        here, there = next(iter(requests))
+        if len(requests) == 1 and here != there:
+            if int((rows.request == here).sum()) == len(sources):
                 return f"rows of request {here} are those of request {there}"
+            if len(sources) == 1:
+                (row, source), query = next(iter(sources.items())), rows.query
+                return f"query {query[row]} of request {here} is query {query[source]} of request {there}"
     half = size // 2
     steps = {(source - row + half) % size - half for row, source in sources.items()}
     if len(steps) == 1 and len(sources) > 1:
@@ -388,9 +396,8 @@ def _map(axes: Sequence[str], mask: torch.Tensor, rows: _Rows | None) -> dict[st
     row = _word(axes[0]) if axes else "index"
     if rows is not None:
         row = "request"
-        num_requests = int(rows.request[-1]) + 1
-        total = flat.new_zeros(num_requests, flat.shape[1]).index_add_(0, rows.request, flat)
-        flat = total / torch.bincount(rows.request, minlength=num_requests).clamp(min=1)[:, None]
+        total = flat.new_zeros(rows.num_requests, flat.shape[1]).index_add_(0, rows.request, flat)
+        flat = total / torch.bincount(rows.request, minlength=rows.num_requests).clamp(min=1)[:, None]
     steps = [-(-size // MAX_CELLS) for size in flat.shape]
     cells = [
         tuple(_percent(float(part.mean()), 1.0) for part in torch.split(band, steps[1], dim=1))

@@ -238,8 +238,8 @@ def test_idle_requests_are_rows_of_the_map_that_hold_nothing(seed):
     )
     want = truth(seed)
     pattern = found(spoiled(want, (slice(3, 6),)), want, inputs=inputs)
-    assert "request 2 of 3" in pattern.where
-    assert [row[0] for row in pattern.shares] == [0, 0, 100]
+    assert "request 2 of 4" in pattern.where
+    assert [row[0] for row in pattern.shares] == [0, 0, 100, 0]
 
 
 def test_a_verdict_carries_its_pattern_and_old_lines_still_load():
@@ -263,7 +263,7 @@ PLANTED = {
     "an index of another request": (
         given(block_table=lambda x: x.block_table[[0, 0, 2, 3]]),
         "value",
-        "request 1 of 3, exactly the rows that see fewer than 37 keys, every head",
+        "request 1 of 4, exactly the rows that see fewer than 37 keys, every head",
         "",
     ),
     "the last head not stored": (
@@ -275,14 +275,14 @@ PLANTED = {
     "keys beyond sixty-four forgotten": (
         departing(mask=lambda mask, _: mask & (torch.arange(mask.shape[1]) < 64)),
         "lse",
-        "request 2 of 3, exactly the rows that see more than 37 keys, every head",
+        "request 2 of 4, exactly the rows that see more than 37 keys, every head",
         "",
     ),
     "rows of the first request": (
         returning(lambda _, o: type(o)(*(x.index_copy(0, torch.tensor([4]), x[:1]) for x in o))),
         "value",
-        "request 2 of 3, query 0, every head, every channel",
-        "rows of request 2 are those of request 0",
+        "request 2 of 4, query 0, every head, every channel",
+        "query 0 of request 2 is query 0 of request 0",
     ),
 }
 

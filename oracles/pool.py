@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +105,13 @@ def judge_in(pool: Pool, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Verdic
             yield index, part.verdicts()
 
 
+@lru_cache(maxsize=64)
+def _plain(case: Case) -> dict[str, Any]:
+    """A case as JSON holds it; shared, so never to be changed."""
+    plain: dict[str, Any] = json.loads(case.to_json())
+    return plain
+
+
 class Part(NamedTuple):
     """What is left of a job, and what is known of it already.
 
@@ -117,8 +125,7 @@ class Part(NamedTuple):
     @property
     def case(self) -> dict[str, Any]:
         """The job's, as JSON holds it."""
-        plain: dict[str, Any] = json.loads(self.job.case.to_json())
-        return plain
+        return _plain(self.job.case)
 
     def task(self, key: int) -> Task:
         """What a worker is to do."""

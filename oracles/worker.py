@@ -190,7 +190,7 @@ class Pool:
         self._workers: dict[int, _Worker] = {}
         self._again: list[Task] = []
         self._failed_starts = 0
-        self._scanned = time.monotonic()
+        self._scanned = self._looked = time.monotonic()
 
     def __enter__(self) -> "Pool":
         return self
@@ -254,15 +254,19 @@ class Pool:
             worker.link.sendall(json.dumps([task.handler, task.argument, memory]).encode() + b"\n")
 
     def _watch(self) -> list[Outcome]:
-        """Wait a little, read what was said, and see who has ended or must end."""
+        """Wait a little, read what was said, and see who has ended, or from time to time who must end."""
+        heard = {}
         for key, _ in self._selector.select(TICK):
-            worker = self._workers[key.data]
+            worker = heard[key.data] = self._workers[key.data]
             if not (_receive if key.fileobj is worker.link else _drain)(worker):
                 self._selector.unregister(key.fileobj)
-        crowds = self._crowds()
+        look = time.monotonic() - self._looked >= TICK
+        if look:
+            self._looked = time.monotonic()
+        crowds = self._crowds() if look else {}
         ended = []
-        for slot, worker in list(self._workers.items()):
-            if (end := self._end_of(worker, crowds)) is not None:
+        for slot, worker in list((self._workers if look else heard).items()):
+            if (end := _said(worker) or (self._end_of(worker, crowds) if look else None)) is not None:
                 outcome = self._finish(slot, worker, *end)
                 ended += [outcome] if outcome is not None else []
         return ended
@@ -275,9 +279,7 @@ class Pool:
         return _sessions({worker.process.pid for worker in self._workers.values()})
 
     def _end_of(self, worker: _Worker, crowds: dict[int, list[Path]]) -> tuple[str, str] | None:
-        """How its task, preparation or idle time has just ended, and why; None if it has not."""
-        if (said := _said(worker)) is not None:
-            return said
+        """How a silent worker's task, preparation or idle time has ended, and why; None if it has not."""
         if _exited(worker.process.pid):
             _receive(worker)  # what it said before it died
             return _said(worker) or (CRASHED, _why_dead(worker))

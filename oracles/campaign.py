@@ -223,7 +223,6 @@ def campaign(
         elif isinstance(work, _Shrinking):
             failure = _smaller(work, outcome)
             tally.first[failure.kind] = failure.verdict
-            tally.small.add(failure.kind)
             if journal is not None:
                 journal.append_failure(failure)
             yield failure

@@ -40,6 +40,13 @@ def hang(argument, say):
     time.sleep(FOREVER)
 
 
+def lie_and_hang(argument, say):
+    """It prints what looks like where it is."""
+    say(STEP, {})
+    os.write(2, b'Stack (most recent call first):\n  File "liar.py", line 1 in innocent\n')
+    time.sleep(FOREVER)
+
+
 def hang_in_c(argument, say):
     """With the interpreter's lock held, where no thread of Python runs."""
     say(STEP, {})

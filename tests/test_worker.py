@@ -81,7 +81,7 @@ def test_every_end_is_told_and_the_next_task_runs_in_a_fresh_process():
     assert said(found[14]) == ["said before"]
 
 
-@pytest.mark.parametrize("name", ["hang", "hang_in_c", "deaf_hang"])
+@pytest.mark.parametrize("name", ["hang", "hang_in_c", "lie_and_hang", "deaf_hang"])
 def test_a_hang_is_ended_in_time(name):
     hung, after = outcomes([(name, None), ("echo", 1)], LIMITS._replace(seconds=0.4))
     assert hung.end == TIMED_OUT

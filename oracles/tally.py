@@ -35,7 +35,7 @@ class Tally:
     """Counts by backend, and how often each kind of failure was found.
 
     first: a verdict of each kind, on a small case where one was found. reasons: of backends not tried.
-    small: kinds for which one was looked for before. resumed: cases that were known when the campaign went on.
+    small: kinds for which one was looked for before. resumed: cases known when the campaign went on.
     """
 
     counts: dict[str, Count]

@@ -26,7 +26,7 @@ from oracles.verify import DEFAULT, find_backend
 from oracles.worker import DONE, ITEM, PATIENCE, RAISED, STEP, Engine, Limits, Outcome, Say, Task
 
 # Cases of one drawing, and how many of a backend are to wait for each worker.
-DRAWN, AHEAD = 32, 2
+DRAWN, AHEAD = 16, 2
 
 # A first case may follow from thousands of tries.
 DRAWING = {PATIENCE: 120.0}

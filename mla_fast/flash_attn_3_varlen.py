@@ -3,7 +3,7 @@
 Version: the modules that ``mla_fast.flash_attn_3`` calls.
 Conversions: each request's latent is gathered, dequantised and expanded to per-head keys and values (float32
 sums, rounded to the query's type), one request behind the other; lengths are read back for it. ``lse`` comes
-as [h t]. Rows without a key already give 0 and -inf.
+as [h t]. Rows without a key already give 0 and -inf, save in a batch without any: its +inf is turned.
 Not supported: keys and values of different widths other than 192 and 128, more than 256 channels, widths that
 are no multiple of 8, queries that are not bf16 or fp16, GPUs other than Hopper.
 """
@@ -75,7 +75,8 @@ def flash_attn_3_varlen(
         causal=True,
         return_attn_probs=True,
     )
-    return AttentionOutput(out, lse.transpose(0, 1))
+    lse = lse.transpose(0, 1)
+    return AttentionOutput(out, lse if len(key) else torch.full_like(lse, -torch.inf))
 
 
 BACKEND = Backend(

@@ -26,6 +26,14 @@ def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.to(torch.float32) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
+def over_largest(amax: torch.Tensor) -> torch.Tensor:
+    """amax / 448, rounded to nearest in float32.
+
+    On CUDA torch multiplies by the reciprocal of a number, and divides only by a tensor.
+    """
+    return amax / torch.full_like(amax, E4M3_MAX)
+
+
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """code · scale: exact in float64, rounded once in float32, and once more in any narrower ``dtype``."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,7 +14,7 @@ the floor.
 
 import torch
 
-from mla_ref.formats._e4m3 import E4M3_MAX
+from mla_ref.formats._e4m3 import over_largest
 from mla_ref.formats._tiled import tiled_format
 
 FLOOR = 2.0**-126
@@ -22,7 +22,7 @@ FLOOR = 2.0**-126
 
 def scale_of(amax: torch.Tensor) -> torch.Tensor:
     """The scale at which the largest magnitude has the largest code."""
-    return (amax / E4M3_MAX).clamp(min=FLOOR)
+    return over_largest(amax).clamp(min=FLOOR)
 
 
 FORMAT = tiled_format("fp8_ds_mla", scale_of)

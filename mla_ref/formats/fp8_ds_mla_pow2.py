@@ -15,7 +15,7 @@ Source: FlashMLA 9241ae3 (2026-04), tests/quant.py.
 
 import torch
 
-from mla_ref.formats._e4m3 import E4M3_MAX
+from mla_ref.formats._e4m3 import over_largest
 from mla_ref.formats._tiled import tiled_format
 
 FLOOR = 2.0**-13
@@ -23,7 +23,7 @@ FLOOR = 2.0**-13
 
 def scale_of(amax: torch.Tensor) -> torch.Tensor:
     """The smallest power of two that is at least amax / 448 and at least the floor."""
-    bits = (amax / E4M3_MAX).clamp(min=FLOOR).view(torch.int32)
+    bits = over_largest(amax).clamp(min=FLOOR).view(torch.int32)
     # Adding the largest mantissa carries into the exponent unless the mantissa is 0.
     return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 

@@ -112,6 +112,7 @@ def fuzz(
             limit = budget_of(budget)
             workers = jobs or (cores() if torch.device(device).type == "cpu" else min(cores(), MAX_ON_GPU))
             limits = Limits(duration(timeout), memory_size(memory) if memory else share_of_memory(workers))
+            kept = None if corpus is None else _cases_in(corpus)
             pool = stack.enter_context(_engine(engine, device, limits, workers))
             named = list(dict.fromkeys(backend or backends()))
             plan, reasons = _plan(pool, named, problem, oracle, seed, device, limits, limit.cases)
@@ -121,7 +122,6 @@ def fuzz(
                 manifest = _manifest(plan, {"engine": engine, "jobs": workers})
                 journal = stack.enter_context(open_run(out, manifest))
                 done = known(plan, journal, tally)
-            kept = None if corpus is None else _cases_in(corpus)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         start = time.monotonic()

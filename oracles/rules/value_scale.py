@@ -4,8 +4,8 @@ Claim: with scores that do not depend on the latent part, values four times as l
     times as large, and the same lse.
 Why: out is a weighted sum of values. Formats with scales are scaled by them, so a scale that is not
     read, read twice, or read for a tile's neighbour shows without any knowledge of its value.
-Exact or bounded: bit for bit; claimed where the backend repeats itself and rounds to no float16, whose
-    smallest numbers are near.
+Exact or bounded: bit for bit; claimed where the backend repeats itself, rounds to no float16, whose
+    smallest numbers are near, and is given no values that are near those of float32.
 Kills: scales ignored, squared or not applied to the values, values that are read from somewhere else.
 """
 
@@ -20,6 +20,7 @@ from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
     asked,
+    decoded,
     made,
     materialized,
     nothing,
@@ -32,11 +33,16 @@ from oracles.probes import (
 )
 from oracles.verdict import Finding
 
+# The smallest normal float32, with room for weights down to the last bit of 1.
+SMALL = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
+
 
 def check(trial: Trial) -> Finding:
     """Run with the values as they are, and times 4."""
     if not wide(trial):
         return nothing("float16 rounds small numbers at an absolute distance")
+    if smallest(trial.inputs) < SMALL:
+        return nothing("products with values as small as these are rounded at an absolute distance")
     if not runnable(
         trial, replace(trial.case, kv_scale=4.0 * trial.case.kv_scale, v_scale=4.0 * trial.case.v_scale)
     ):
@@ -50,6 +56,17 @@ def check(trial: Trial) -> Finding:
         ]
     )
     return finding if finding.ok or repeats(trial) else nothing("the backend does not repeat itself")
+
+
+def smallest(inputs: Any) -> float:
+    """The smallest of the cached values that is not 0; infinite where there is none."""
+    if hasattr(inputs, "value_cache"):
+        values = stored(inputs)["value_cache"].double()
+        if inputs.value_cache.dtype == torch.float8_e4m3fn:
+            values = values * inputs.v_scale
+    else:
+        values, _ = decoded(inputs)
+    return float(values.abs()[values != 0.0].amin()) if bool((values != 0.0).any()) else torch.inf
 
 
 def by_rope_alone(case: Case, device: str) -> Any:

@@ -54,15 +54,14 @@ def case(name: str, seed: int) -> Case:
 
 # Edits of the kernel's source, and the case whose verdict must notice.
 PLANTED = {
-    "weights_read_before_they_are_written": (
-        "mbarrier.wait(bar_p0, phase)", "mbarrier.wait(bar_p0, phase, pred=False)", "two_parts",
-    ),
+    "weights_not_handed_over": ("s_p0.store((b_p * b_beta[:, None]).to(DTYPE))", "pass", "two_parts"),
+    "weights_in_the_old_frame": ("s_p0.store((b_p * b_beta[:, None])", "s_p0.store((b_p * 1.0)", "peaky"),
     "keys_read_before_they_land": (
         "mbarrier.wait(bar_r.index(0), phase)", "mbarrier.wait(bar_r.index(0), phase, pred=False)",
         "two_parts",
     ),
     "buffer_filled_while_in_use": (
-        "mbarrier.wait(bar_l_free.index(0), free)", "mbarrier.wait(bar_l_free.index(0), free, pred=False)",
+        "2 * i + 1, 0, bar_l.index(1), s_left.index(1)", "2 * i + 1, 0, bar_l.index(1), s_left.index(0)",
         "peaky",
     ),
     "denominator_in_the_old_frame": ("b_l = b_l * b_beta", "b_l = b_l * 1.0", "peaky"),

@@ -52,6 +52,28 @@ def case(name: str, seed: int) -> Case:
     )  # fmt: skip
 
 
+# The left half of K1 is free when K0's has been expanded, and not before.
+EXPAND = """\
+            _expand_half(s_left.index(0), b_00, b_01, bar_l_raw.index(0), bar_l.index(0), phase)
+"""
+COPY = """\
+            pages = _pages(table, 2 * i + 1, kv_len, PAGE)
+            mbarrier.wait(bar_l_free.index(1), free)
+            mbarrier.expect(bar_l_raw.index(1), BLOCK * HALF + ROPE_BYTES)
+            _copy(kv, pages, 2 * i + 1, 0, bar_l_raw.index(1), _codes(s_left.index(1)), PAGE)
+            _copy(
+                kv_pe, pages, 2 * i + 1, ROPE_AT, bar_l_raw.index(1), _rope_codes(s_pe.index(1), TILED), PAGE
+            )
+"""
+EXPANDED_THEN_COPIED = (
+    EXPAND
+    + """\
+            # The left half lets go of K1 when it has begun with K0's scores, which needs what was just made.
+"""
+    + COPY
+)
+COPIED_THEN_EXPANDED = COPY.replace("free)", "free, pred=False)") + EXPAND
+
 # Edits of the kernel's source, and the case whose verdict must notice.
 PLANTED = {
     "codes_read_before_they_land": (
@@ -60,10 +82,7 @@ PLANTED = {
     "codes_of_the_wrong_tile": (
         "slice(0, TILE, dim=1).load(L)", "slice(TILE, TILE, dim=1).load(L)", "two_parts",
     ),
-    "copied_while_in_use": (
-        "mbarrier.wait(bar_l_free.index(0), free)", "mbarrier.wait(bar_l_free.index(0), free, pred=False)",
-        "peaky",
-    ),
+    "copied_while_in_use": (EXPANDED_THEN_COPIED, COPIED_THEN_EXPANDED, "peaky"),
     "scales_of_the_wrong_tile": ("b_1, b_3 = b_odd.split()", "b_3, b_1 = b_odd.split()", "two_parts"),
     "scales_of_the_wrong_page": ("o_token // PAGE, mask", "o_token // (2 * PAGE), mask", "pages_of_16"),
     "rope_left_as_codes": (

@@ -399,10 +399,17 @@ def _why_dead(worker: _Worker) -> str:
     assert found is not None
     code = found.si_status
     killed = found.si_code != os.CLD_EXITED
-    why = f"the process died of {signal.Signals(code).name}" if killed else f"the process exited with {code}"
+    why = f"the process died of {_signal(code)}" if killed else f"the process exited with {code}"
     printed = worker.printed.decode(errors="replace")
     words, _, trace = printed.partition("Fatal Python error: ")
     return f"{why}{_place(trace)}{_last_words(words)}"
+
+
+def _signal(number: int) -> str:
+    """Its name; most real-time signals have none."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def _last_words(text: str) -> str:

@@ -35,6 +35,12 @@ def abort(argument, say):
     os.abort()
 
 
+def real_time_signal(argument, say):
+    """One without a name."""
+    say(STEP, {})
+    os.kill(os.getpid(), signal.SIGRTMIN + 1)
+
+
 def hang(argument, say):
     say(STEP, {})
     time.sleep(FOREVER)

@@ -64,6 +64,7 @@ FAULTS = [
     ("replace", None, REPLACED, r"spoilt"),
     ("allocate", None, RAISED, r"MemoryError: "),
     ("forge", None, CRASHED, r"wrote on the judge's own connection"),
+    ("real_time_signal", None, CRASHED, r"the process died of signal 35"),
 ]
 
 

@@ -41,6 +41,9 @@ PATIENCE = "patience"
 # How a task ended: by itself, by an exception, by asking for a fresh process, with its process, out of time.
 DONE, RAISED, REPLACED, CRASHED, TIMED_OUT = "done", "raised", "replaced", "crashed", "timed out"
 
+# What a worker says of itself; the other ends are seen from outside.
+KINDS = (STEP, ITEM, DONE, RAISED, REPLACED)
+
 START_SECONDS, MAX_STARTS = 300.0, 3
 MAX_PROCESSES = 128
 TICK, SCAN, LAST_WORDS, DYING = 0.05, 0.5, 0.3, 5.0
@@ -376,7 +379,9 @@ def _said(worker: _Worker) -> tuple[str, str] | None:
         del worker.received[: newline + 1]
         try:
             kind, body = json.loads(line)
-        except ValueError:
+            if kind not in KINDS:
+                raise ValueError(kind)
+        except (TypeError, ValueError):
             return CRASHED, "wrote on the judge's own connection"
         if kind not in (STEP, ITEM):
             return kind, body

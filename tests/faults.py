@@ -138,7 +138,7 @@ def forge(argument, say):
     say(STEP, {})
     for descriptor in range(3, 256):
         try:
-            os.write(descriptor, b"certainly\n")
+            os.write(descriptor, f"{argument}\n".encode())
         except OSError:
             continue
     time.sleep(FOREVER)

@@ -63,7 +63,10 @@ FAULTS = [
     ("no_such_handler", None, RAISED, r"AttributeError: module 'faults' has no attribute 'no_such_handler'"),
     ("replace", None, REPLACED, r"spoilt"),
     ("allocate", None, RAISED, r"MemoryError: "),
-    ("forge", None, CRASHED, r"wrote on the judge's own connection"),
+    ("forge", "certainly", CRASHED, r"wrote on the judge's own connection"),
+    ("forge", "7", CRASHED, r"wrote on the judge's own connection"),
+    ("forge", '["held", ""]', CRASHED, r"wrote on the judge's own connection"),
+    ("forge", '[[], ""]', CRASHED, r"wrote on the judge's own connection"),
     ("real_time_signal", None, CRASHED, r"the process died of signal 35"),
 ]
 

@@ -7,16 +7,11 @@ import typer
 # Every word is read by the race's own parser.
 CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
-MISSING = "needs evals beside oracles, as in a checkout"
-
 
 def bench(context: typer.Context) -> int:
     """Time backends on the same inputs in turns, each under the judge at the shape that is timed.
 
     Exit codes: 0 somebody was timed and nobody was wrong; 1 one was wrong, or raised; 3 nobody ran.
     """
-    try:
-        app = importlib.import_module("evals.speed.cli").app
-    except ImportError as error:
-        raise typer.BadParameter(f"bench: {MISSING} ({error})") from None
+    app = importlib.import_module("evals.speed.cli").app
     return int(app(context.args, prog_name="mla-verify bench", standalone_mode=False) or 0)

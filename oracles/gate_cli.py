@@ -7,7 +7,7 @@ import typer
 # Every word is read by the gate's own parser.
 CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
-MISSING = "needs evals beside oracles, as in a checkout, and pip install 'mla-verify[evals]'"
+MISSING = "needs scipy and more: pip install 'mla-verify[evals]'"
 
 
 def gate(context: typer.Context) -> int:

@@ -298,7 +298,7 @@ def test_the_wheel_holds_all_that_the_package_reads(installed):
     where = Path(in_project(installed, "python", "-c", code).stdout.strip())
     assert installed[1].parent in where.parents
     tracked = subprocess.run(
-        ["git", "ls-files", "mla_ref", "mla_fast", "oracles"],
+        ["git", "ls-files", "mla_ref", "mla_fast", "oracles", "evals", ":!evals/checkpoints"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -306,6 +306,9 @@ def test_the_wheel_holds_all_that_the_package_reads(installed):
     )
     missing = [name for name in tracked.stdout.split() if not (where.parent / name).exists()]
     assert not missing
+    gate = in_project(installed, "mla-verify", "gate", "--baseline=nowhere", "--candidate=nowhere")
+    assert (gate.returncode, gate.stderr.count("\n")) == (3, 1)
+    assert "gate: nowhere: no results_*.json" in gate.stderr
 
 
 def test_from_the_wheel_the_plugin_is_green_and_red(installed):

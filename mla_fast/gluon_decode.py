@@ -114,8 +114,8 @@ def plan_for(
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     items, offsets, merges, num_merges, ends = torch.split(memory, list(sizes))
     arguments = (
-        cu_seqlens_q, cache_seqlens, ends, items, offsets, merges, num_merges, b, num_heads, parts, span,
-        size_b, size_b.bit_length(), size_p,
+        cu_seqlens_q.contiguous(), cache_seqlens.contiguous(), ends, items, offsets, merges, num_merges, b,
+        num_heads, parts, span, size_b, size_b.bit_length(), size_p,
     )  # fmt: skip
     if chunk:
         schedule.fixed_schedule_kernel[(1,)](*arguments, chunk, num_warps=4, launch_pdl=True)
@@ -150,6 +150,7 @@ def attend(
     n, block_size, width = kv_cache.shape
     dtype = gl.bfloat16 if ql_nope.dtype == torch.bfloat16 else gl.float16
     results = empty_results(schedule, ql_nope)
+    block_table = by_columns(block_table)
 
     def cache(columns: int) -> TensorDescriptor:
         box = [1, min(BLOCK, block_size), columns]
@@ -220,13 +221,19 @@ def query_descriptors(ql_nope: torch.Tensor, q_pe: torch.Tensor) -> tuple[Any, A
     return by_rows(ql_nope, 256), by_rows(q_pe, ROPE)
 
 
+def by_columns(block_table: torch.Tensor) -> torch.Tensor:
+    """The table with rows whose columns follow each other, as the kernels read them."""
+    return block_table if block_table.stride(1) == 1 else block_table.contiguous()
+
+
 def _rows(query: torch.Tensor) -> torch.Tensor:
     """[t h d] as rows [t·h d] that TMA can address; a copy where they are unevenly spaced or unaligned."""
     t, h, d = query.shape
     step = query.stride(1)
     even = query.stride(2) == 1 and (t == 1 or query.stride(0) == h * step)
     if not even or step * query.itemsize % ALIGNMENT or query.data_ptr() % ALIGNMENT:
-        query = query.contiguous()
+        # Not contiguous(): that returns packed rows at an unaligned address as they are.
+        query = query.clone(memory_format=torch.contiguous_format)
         step = d
     return query.as_strided((t * h, d), (step, 1))
 

@@ -14,6 +14,7 @@ from mla_fast.gluon_decode import (
     LOG2_E,
     ROPE,
     Plan,
+    by_columns,
     empty_results,
     merged,
     plan,
@@ -54,6 +55,7 @@ def attend(
     codes = kv_cache.view(torch.uint8)
     n, block_size, width = codes.shape
     results = empty_results(schedule, ql_nope)
+    block_table = by_columns(block_table)
     words = codes.view(torch.float32) if tiled else None
     scales = kv_scale.expand(1, 1, 1) if words is None else words[:, :, LATENT // SCALE_BYTES :]
 

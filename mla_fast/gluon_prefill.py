@@ -226,7 +226,8 @@ def by_heads(query: torch.Tensor) -> torch.Tensor:
     steps = [step for size, step in zip(query.shape[:2], query.stride()[:2], strict=True) if size > 1]
     usable = query.stride(2) == 1 and not any(step * query.itemsize % ALIGNMENT for step in steps)
     if not usable or query.data_ptr() % ALIGNMENT:
-        query = query.contiguous()
+        # Not contiguous(): that returns packed rows at an unaligned address as they are.
+        query = query.clone(memory_format=torch.contiguous_format)
     t, h, x = query.shape
     # The step of a dimension of one is arbitrary, and must be aligned nevertheless.
     steps = [

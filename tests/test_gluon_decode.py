@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from gluon_emulator import Emulated
 
 from mla_fast import _gluon_decode_kernel, _split_schedule, gluon_decode
@@ -13,6 +14,7 @@ from mla_ref.backend import available
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.layout import CacheLayout
+from mla_ref.problem import problem
 from oracles.verdict import ERROR, FAIL, PASS
 from oracles.verify import judge
 
@@ -95,6 +97,24 @@ def test_values(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {verdict.variant for verdict in verdicts} == {"default", "batch_invariant"}
     for verdict in verdicts:
         assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+
+
+def test_any_strides_of_queries_and_tables(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, _gluon_decode_kernel)
+    inputs = problem("latent_attention").materialize(case("ragged", seed), torch.device("cpu"))
+
+    def every_other(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, torch.full_like(x, 10**6)], dim=-1)[..., 0]
+
+    def unaligned(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+    queries = {name: unaligned(getattr(inputs, name)) for name in ("ql_nope", "q_pe")}
+    names = ("block_table", "cu_seqlens_q", "cache_seqlens")
+    tables = {name: every_other(getattr(inputs, name)) for name in names}
+    got = gluon_decode.gluon_decode(*inputs._replace(**queries, **tables))
+    for one, other in zip(got, gluon_decode.gluon_decode(*inputs), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.slow

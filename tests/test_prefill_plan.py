@@ -111,8 +111,10 @@ def test_queries_are_read_where_they_are_if_aligned(seed: int) -> None:
         assert torch.equal(by_heads(query), query.transpose(0, 1))
         assert all(step * query.itemsize % 16 == 0 for step in by_heads(query).stride()[:2])
     odd = bell(seed, "odd", 5, 3, 196).to(torch.bfloat16)
-    for query in (odd[..., :128], odd[..., 4:132], whole[..., 4:132]):
+    packed_but_unaligned = odd.flatten()[1 : 1 + 5 * 3 * 128].view(5, 3, 128)
+    for query in (odd[..., :128], odd[..., 4:132], whole[..., 4:132], packed_but_unaligned):
         assert by_heads(query).data_ptr() != query.data_ptr()
+        assert by_heads(query).data_ptr() % 16 == 0
         assert torch.equal(by_heads(query), query.transpose(0, 1))
 
 

@@ -4,8 +4,9 @@ Version: the modules that ``mla_fast.flash_attn_3`` calls.
 Conversions: each request's latent is gathered, dequantised and expanded to per-head keys and values (float32
 sums, rounded to the query's type), one request behind the other; lengths are read back for it. ``lse`` comes
 as [h t]. Rows without a key already give 0 and -inf, save in a batch without any: its +inf is turned.
-Not supported: keys and values of different widths other than 192 and 128, more than 256 channels, widths that
-are no multiple of 8, queries that are not bf16 or fp16, GPUs other than Hopper.
+Not supported: a batch without requests, keys and values of different widths other than 192 and 128, more
+than 256 channels, widths that are no multiple of 8, queries that are not bf16 or fp16, GPUs other than
+Hopper.
 """
 
 import importlib
@@ -24,7 +25,9 @@ from mla_ref.rows import compute_dtype, keys, requests
 
 
 def supports(case: Case) -> str | None:
-    """Widths that its kernels have, in a type that the installed module is built with."""
+    """Some requests, and widths that its kernels have, in a type that the installed module is built with."""
+    if not case.q_lens:
+        return "a batch without requests has nothing to pack"
     x, v = case.config.qk_head_dim, case.config.v_head_dim
     if x % 8 or v % 8 or x > 256 or (x != v and (x, v) != UNEQUAL):
         return f"x={x}, v={v}; FlashAttention-3 takes equal multiples of 8 up to 256, or {UNEQUAL}"

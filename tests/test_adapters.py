@@ -166,6 +166,7 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
             "x=192, v=64",
         ),
         (flash_attn_3_varlen.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
+        (flash_attn_3_varlen.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
         (flash_attn_3.BACKEND, replace(UNIFORM, config=replace(CONFIG, qk_rope_head_dim=0)), "r=0"),
         (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float32"), "float32 queries"),
         (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float16", cache_format="fp16"), "without float16"),

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 from typer.exceptions import Abort, TyperException
 
 from mla_ref.formats import cache_format, formats
@@ -125,7 +126,7 @@ def list_command(
         header, rows = TABLES[name]()
         table = Table(*header, box=None, header_style="bold", pad_edge=False)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         console.print(table)
         if name == "backends":
             for backend in backends().values():

@@ -38,7 +38,7 @@ def summary(verdicts: Iterable[Verdict], by: str) -> Table:
         held, broken, not_run = (sum(v.status in kind for v in members) for kind in (HELD, BROKEN, NOT_RUN))
         style = "red" if broken else "green" if held else "dim"
         counts = (Text(str(n), style=style if n else "dim") for n in (held, broken, not_run))
-        table.add_row(backend, group, *counts, _worst(members))
+        table.add_row(Text(backend), Text(group), *counts, _worst(members))
     return table
 
 

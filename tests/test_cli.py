@@ -102,6 +102,11 @@ def test_one_table_alone(capsys):
     assert [line.split()[0] for line in lines[1:] if line] == list(REGIMES)
 
 
+def test_shapes_are_shown_in_their_brackets(capsys):
+    assert main(["list", "shapes"]) == 0
+    assert "q_nope [t h p], q_pe [t h r]" in capsys.readouterr().out
+
+
 def test_without_arguments_the_commands_are_listed(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out

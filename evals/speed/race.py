@@ -2,7 +2,7 @@
 
 - What runs: a CUDA graph of some calls where the call can be captured, else plain calls, and the record says
   which and why. The calls of a graph rotate over copies of the inputs, at least two, and as many as it takes
-  for a copy to have left the cache before its next turn.
+  for a copy to have left the cache before its next turn, where memory has room for them.
 - Turns: every contestant runs for a fixed time, then the next; the order is reversed from one round to the
   next, so that none is always behind the same one. The first third of a turn, while clocks settle, is not
   counted. Medians and the 10th and 90th percentile are of all counted samples.
@@ -40,7 +40,17 @@ from oracles.verify import DEFAULT, backends, find_backend
 
 PREPARED = "prepared"  # how a backend's own division of a call is named beside its variants
 CONTROL = " (again)"
-PACKAGES = ("torch", "triton", "tokenspeed-flashmla", "flash-attn", "flash-attn-3", "fa3-fwd", "numpy")
+PACKAGES = (
+    "torch",
+    "triton",
+    "tokenspeed-flashmla",
+    "flash-attn",
+    "flash-attn-3",
+    "fa3-fwd",
+    "tokenspeed-fa3",
+    "flashinfer-python",
+    "numpy",
+)
 MAX_COPIES = 16
 CALLS = 8  # of one graph, at least
 VERSION = 1  # of the record

@@ -121,7 +121,7 @@ def _device(name: str) -> torch.device:
 
 def _seen(record: dict[str, Any], path: Path | None) -> None:
     """Say what was raced, where somebody watches, and keep it, in case the rest is cut off."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and len(record["ceilings"]) == 1:  # the second comes with no new case
         case = record["cases"][-1]
         typer.echo(f"{case['label']}: {case['seconds']} s", err=True)
     if path:

@@ -203,7 +203,8 @@ def campaign(
     """
     deck, keys = _Deck(plan, engine.size, done), itertools.count()
     deck.backends = [_Backend() for _ in plan.problems]
-    deck.first += [_Shrinking(kind, tally.first[kind]) for kind in tally.found if kind not in tally.small]
+    late = [kind for kind in list(tally.found)[:MAX_SMALL] if kind not in tally.small]
+    deck.first += [_Shrinking(kind, tally.first[kind]) for kind in late]
     running: dict[int, _Work] = {}
 
     def source(slot: int) -> Task | None:

@@ -445,8 +445,9 @@ def _unsigned(x: Any) -> Any:
 
 
 def wide(trial: Trial) -> bool:
-    """Whether powers of two pass through every type of the path: float16 alone is too narrow."""
+    """Whether powers of two pass through every type of the path: float16 and 8 bits are too narrow."""
     numerics, query = trial.backend.numerics, getattr(torch, trial.case.dtype)
     names = (numerics.kv, numerics.operand, numerics.p, numerics.partial, numerics.accumulate)
     types = [type_named(name, query) for name in names if name != "compute"]
-    return torch.float16 not in (query, *types)
+    least = torch.finfo(torch.float32).tiny
+    return all(torch.finfo(dtype).tiny <= least for dtype in (query, *types))

@@ -4,7 +4,7 @@ Claim: with queries four times as large and a quarter of the scale, the output i
 Why: powers of two pass through every rounding, so a kernel that uses the scale that it is given cannot tell,
     nor can one that spreads its square root over queries and keys; one that has a scale of its own, from a
     width or from another model, can.
-Exact or bounded: bit for bit where the backend repeats itself and rounds to no float16, whose smallest
+Exact or bounded: bit for bit where the backend repeats itself and rounds to no narrow type, whose smallest
     numbers are near; else within both radii.
 Kills: scales built in, taken from the width of an entry, or without the rotary magnitude.
 """

@@ -4,7 +4,7 @@ Claim: with w_uv four times as large, out is four times as large and lse the sam
     large and q_nope a quarter, both are the same.
 Why: absorbed weights are derived once and kept. Where a reload does not reach them, or reaches the path of
     decode and not that of prefill, an engine serves two models at once.
-Exact or bounded: bit for bit; claimed where the backend repeats itself and rounds to no float16, whose
+Exact or bounded: bit for bit; claimed where the backend repeats itself and rounds to no narrow type, whose
     smallest numbers are near.
 Kills: weights, or what was derived from them, that are kept from an earlier call.
 """
@@ -21,7 +21,7 @@ from oracles.verdict import Finding
 def check(trial: Trial) -> Finding:
     """Run with other values' weights, then with other keys'."""
     if not wide(trial):
-        return nothing("float16 rounds small numbers at an absolute distance")
+        return nothing("a narrow type rounds small numbers at an absolute distance")
     first, shapes, checked = trial.run(trial.inputs), trial.problem.output_shapes, 0
     for make, factor in ((larger_values, 4.0), (larger_keys, 1.0)):
         again = trial.run(made(make, trial.case, trial.device))

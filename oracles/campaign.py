@@ -23,7 +23,19 @@ from oracles.shrink import smallest
 from oracles.tally import Kind, Tally
 from oracles.verdict import CRASH, TIMEOUT, Verdict
 from oracles.verify import DEFAULT, find_backend
-from oracles.worker import DONE, ITEM, PATIENCE, RAISED, STEP, Engine, Limits, Outcome, Say, Task
+from oracles.worker import (
+    DONE,
+    ITEM,
+    PATIENCE,
+    RAISED,
+    START_SECONDS,
+    STEP,
+    Engine,
+    Limits,
+    Outcome,
+    Say,
+    Task,
+)
 
 # Cases of one drawing, and how many of a backend are to wait for each worker.
 DRAWN, AHEAD = 16, 2
@@ -298,12 +310,15 @@ def shrunk(argument: Mapping[str, Any], say: Say) -> None:
     """
     verdict = Verdict.from_json(json.dumps(argument["verdict"]))
     variant = "" if verdict.variant == DEFAULT else verdict.variant
+    limits, deadly = Limits(*argument["limits"]), verdict.status in (CRASH, TIMEOUT)
+    # A worker's worker starts and imports before it judges, and is to be out of time before its parent is.
+    patience = {PATIENCE: START_SECONDS + IMPORT_SECONDS + limits.seconds} if deadly else {}
     end = time.monotonic() + SMALL_SECONDS
 
     def fails(judged: Callable[[Job], list[Verdict]], case: Case) -> bool:
         if time.monotonic() > end:
             return False
-        say(STEP, "")
+        say(STEP, patience)
         job = Job(case, (verdict.backend,), tuple(argument["oracles"]), verdict.device, function=variant)
         for found in judged(job):
             if found.status == verdict.status:
@@ -311,8 +326,8 @@ def shrunk(argument: Mapping[str, Any], say: Say) -> None:
                 return True
         return False
 
-    if verdict.status not in (CRASH, TIMEOUT):
+    if not deadly:
         smallest(verdict.case, lambda case: fails(judge_job, case))
         return
-    with judges(1, verdict.device, Limits(*argument["limits"])) as pool:
+    with judges(1, verdict.device, limits) as pool:
         smallest(verdict.case, lambda case: fails(lambda job: next(judge_in(pool, [job]))[1], case))

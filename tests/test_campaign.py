@@ -27,7 +27,7 @@ from oracles.run_directory import VERDICTS, RunDirectory, manifest_of, open_run
 from oracles.tally import Count, Tally, kind_of
 from oracles.verdict import BROKEN, CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict, Worst
 from oracles.verify import judge
-from oracles.worker import CRASHED, DONE, ITEM, RAISED, STEP, Limits, Outcome
+from oracles.worker import CRASHED, DONE, ITEM, PATIENCE, RAISED, STEP, Limits, Outcome
 
 ROOT = Path(__file__).parent.parent
 LIMITS = Limits(60.0)
@@ -301,6 +301,8 @@ def test_a_deadly_case_is_made_small_in_a_workers_worker(tmp_path, monkeypatch):
         r'died of SIGABRT in fn, liar_deadly\.py:\d+; it last printed ".*a last word"', smaller[-1].detail
     )
     assert sum(smaller[-1].case.q_lens) < 12
+    steps = [body for kind, body in said if kind == STEP]
+    assert all(body[PATIENCE] > 20.0 for body in steps), "out of time before its own worker is"
 
 
 def test_every_fault_of_a_stranger_is_a_verdict_and_the_campaign_goes_on(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+# Bytes that are drawn at once: whole words of the generator, so that pieces join to one stream, and far from
+# the 2^28 that it refuses.
+PIECE = 2**24
+
 
 def integers(seed: int, name: str, high: int, *shape: int) -> torch.Tensor:
     """int64 uniform on [0, high), one stream for each (seed, name)."""
@@ -37,8 +41,10 @@ def permutation(seed: int, name: str, n: int) -> torch.Tensor:
 
 
 def _bits(seed: int, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-    raw = random.Random(f"{seed}/{name}").randbytes(count * dtype.itemsize)
-    return torch.frombuffer(bytearray(raw), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    stream, raw = random.Random(f"{seed}/{name}"), bytearray(count * dtype.itemsize)
+    for start in range(0, len(raw), PIECE):
+        raw[start : start + PIECE] = stream.randbytes(min(PIECE, len(raw) - start))
+    return torch.frombuffer(raw, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
 class Raw(NamedTuple):

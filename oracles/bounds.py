@@ -839,8 +839,10 @@ def new_entries(inputs: Any, numerics: Numerics) -> tuple[Ball, Ball]:
 
 
 def _by_way_of_float32(x: Ball) -> Ball:
-    same = nearest(x.mid, torch.float32) == x.mid
-    return Ball(x.mid, x.radius + torch.where(same, 0.0, torch.finfo(torch.float32).eps * x.size()))
+    same, info = nearest(x.mid, torch.float32) == x.mid, torch.finfo(torch.float32)
+    # Below the smallest normal number the spacing no longer shrinks.
+    error = (info.eps * x.size()).clamp(min=info.eps * info.tiny)
+    return Ball(x.mid, x.radius + torch.where(same, 0.0, error))
 
 
 class Part(NamedTuple):

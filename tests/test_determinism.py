@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mla_ref import values
 from mla_ref.case import Case
 from mla_ref.layout import CacheLayout
 from mla_ref.problem import problem, problems
@@ -96,3 +97,11 @@ def test_a_verdict_is_the_same_twice_but_for_its_time():
 
 def test_every_problem_that_has_inputs_is_covered():
     assert {case.problem for case in CASES.values()} == set(problems()) - {"cache_capacity"}
+
+
+def test_bits_that_are_drawn_in_pieces_are_one_stream(monkeypatch):
+    """More than 2^28 bytes cannot be drawn at once, and whoever draws less draws the same."""
+    whole = values.bell(3, "x", 70), values.integers(3, "y", 1000, 9)
+    monkeypatch.setattr(values, "PIECE", 16)
+    assert torch.equal(values.bell(3, "x", 70), whole[0])
+    assert torch.equal(values.integers(3, "y", 1000, 9), whole[1])

@@ -17,6 +17,9 @@ from oracles.oracle import Oracle, Trial, private_copy, storage_bytes
 from oracles.probes import repeats
 from oracles.verdict import Finding
 
+# Bytes of noise before it comes again; a prime, so that no stride of a cache meets the same ones.
+PERIOD = 1_000_003
+
 
 def check(trial: Trial) -> Finding:
     """Run again with the dead bytes changed, two ways."""
@@ -42,7 +45,8 @@ def changed(trial: Trial, fill: str, dead_block: int) -> Any:
     for name in caches:
         pool = storage_bytes(getattr(other, name))
         if fill == "noise":
-            pool.copy_(integers(trial.case.seed, "poison", 256, pool.numel()))
+            noise = integers(trial.case.seed, "poison", 256, min(pool.numel(), PERIOD)).to(pool)
+            pool.copy_(noise.repeat(-(-pool.numel() // PERIOD))[: pool.numel()])
         else:
             pool.zero_()
     for i, (start, stop) in enumerate(_live(inputs)):

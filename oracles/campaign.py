@@ -35,6 +35,7 @@ from oracles.worker import (
     Outcome,
     Say,
     Task,
+    WorkersError,
 )
 
 # Cases of one drawing, and how many of a backend are to wait for each worker.
@@ -261,7 +262,7 @@ def _deal(deck: _Deck, work: _Drawing, outcome: Outcome, tally: Tally) -> None:
         for number, case in zip(work.numbers, cases, strict=True):
             backend.ready.append(_Judging(number, Part(deck.plan.job(number, case))))
     elif work.careless:
-        raise RuntimeError(f"drawing cases: {outcome.why}")
+        raise WorkersError(f"drawing cases: {outcome.why}")
     elif outcome.end == RAISED and (STEP, DRAWING) in outcome.messages:
         backend.over = True
         tally.reasons[spec] = outcome.why.removeprefix("ValueError: ")

@@ -1,6 +1,7 @@
 """The command line: it parses, calls the judge, and prints.
 
-Exit codes: 0 every claim held; 1 one failed, or a required backend did not run; 2 usage; 3 nothing ran.
+Exit codes: 0 every claim held; 1 one failed, or a required backend did not run; 2 usage; 3 nothing ran, or
+the judge's own processes do not work.
 """
 
 import os
@@ -45,7 +46,7 @@ from oracles.run_directory import Journal, manifest_of, open_run, record_of
 from oracles.tables import TABLES
 from oracles.verdict import BROKEN, CRASH, HELD, NOT_RUN, TIMEOUT, Verdict
 from oracles.verify import backends, use_device
-from oracles.worker import Limits, share_of_memory
+from oracles.worker import Limits, WorkersError, share_of_memory
 
 OK, FAILED, USAGE, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 3, 130
 MAX_FAILURES = 10
@@ -92,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error.format_message(), USAGE)
     except (UsageError, OSError) as error:
         return _complain(str(error), USAGE)
+    except WorkersError as error:
+        return _complain(str(error), NOTHING_RAN)
     except Abort:
         return _complain("interrupted", INTERRUPTED)
 

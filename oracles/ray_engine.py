@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from oracles.pool import judges
-from oracles.worker import CRASHED, MAX_STARTS, START_SECONDS, Limits, Outcome, Task, one_line
+from oracles.worker import CRASHED, MAX_STARTS, START_SECONDS, Limits, Outcome, Task, WorkersError, one_line
 
 WAIT = 0.1
 
@@ -58,7 +58,7 @@ class RayEngine:
     failed_starts: int = 0
 
     def outcomes(self, source: Callable[[int], Task | None]) -> Iterator[Outcome | None]:
-        """As ``Pool.outcomes``. Raises: RuntimeError if no actor starts."""
+        """As ``Pool.outcomes``. Raises: WorkersError if no actor starts."""
         alive = time.monotonic()
         while True:
             for slot in range(self.size):
@@ -71,7 +71,7 @@ class RayEngine:
             if idle or self.running:
                 alive = time.monotonic()
             elif time.monotonic() - alive > START_SECONDS:
-                raise RuntimeError(f"no Ray actor has started for {START_SECONDS:g} s; is there a free CPU?")
+                raise WorkersError(f"no Ray actor has started for {START_SECONDS:g} s; is there a free CPU?")
             yield from self._ended() or (None,)
 
     def _start(self, slot: int) -> None:
@@ -118,7 +118,7 @@ class RayEngine:
         del self.actors[slot]
         self.failed_starts += 1
         if self.failed_starts >= MAX_STARTS * self.size:
-            raise RuntimeError(f"Ray actors do not start: {one_line(error)}")
+            raise WorkersError(f"Ray actors do not start: {one_line(error)}")
 
 
 @contextmanager

@@ -63,6 +63,10 @@ Say = Callable[[str, Any], None]
 Handler = Callable[[Any, Say], None]
 
 
+class WorkersError(RuntimeError):
+    """The judge's own processes do not work, so that nothing is known of any backend."""
+
+
 class Task(NamedTuple):
     """handler: "module:name" of a ``Handler``. argument: what JSON can hold. key: the parent's own."""
 
@@ -208,7 +212,7 @@ class Pool:
 
         source: the next task for a slot, 0 … size-1, or None if there is none now. The end is when nothing
             runs and there is none.
-        Raises: RuntimeError if workers do not start.
+        Raises: WorkersError if workers do not start.
         """
         while True:
             for slot in range(self.size):
@@ -330,7 +334,7 @@ class Pool:
         self._end(slot)
         self._failed_starts += 1
         if self._failed_starts == MAX_STARTS:
-            raise RuntimeError(f"workers do not start: {why}")
+            raise WorkersError(f"workers do not start: {why}")
         if worker.task is not None:
             self._give(slot, worker.task, worker.again)
 

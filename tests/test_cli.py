@@ -22,6 +22,7 @@ from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, who
 from oracles.oracle import rules
 from oracles.verdict import Verdict
 from oracles.verify import backends, judge
+from oracles.worker import WorkersError
 
 SMALL = ["--preset", "a.x-k2", "--format", "bf16", "--jobs", "1"]
 
@@ -423,3 +424,12 @@ def test_every_problem_has_cases(name):
     cases = matrix(problems()[name], list(PRESETS.values()), list(formats().values()))
     assert len(cases) >= 12
     assert len({case.config.name for case in cases}) >= 8
+
+
+def test_a_judge_whose_processes_do_not_work_is_no_failed_claim(monkeypatch, capsys):
+    def broken(*_):
+        raise WorkersError("workers do not start: killed")
+
+    monkeypatch.setattr("oracles.cli.judge_all", broken)
+    assert main(["run", "--backend", "mla_ref.rope", "--preset", "a.x-k2"]) == 3
+    assert capsys.readouterr().err == "mla-verify: workers do not start: killed\n"

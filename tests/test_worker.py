@@ -20,6 +20,7 @@ from oracles.worker import (
     Limits,
     Pool,
     Task,
+    WorkersError,
     share_of_memory,
 )
 
@@ -193,7 +194,7 @@ def test_several_workers_share_the_tasks():
 def test_workers_that_cannot_start_are_an_error_with_its_message():
     with (
         Pool(1, LIMITS, Task("faults:never_ready")) as pool,
-        pytest.raises(RuntimeError, match=r"workers do not start: .* exited with 3; .* .no such library."),
+        pytest.raises(WorkersError, match=r"workers do not start: .* exited with 3; .* .no such library."),
     ):
         list(pool.outcomes(lambda _: Task("faults:echo")))
 

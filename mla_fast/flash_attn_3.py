@@ -118,32 +118,9 @@ def _over(cache: torch.Tensor, inputs: LatentAttentionInputs, num_splits: int) -
     )
 
 
-def prepare(
-    ql_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    cache_format: CacheFormat,
-    kv_scale: torch.Tensor,
-) -> Prepared:
+def prepare(inputs: LatentAttentionInputs) -> Prepared:
     """The copy made, where FlashAttention takes no pages."""
-    inputs = LatentAttentionInputs(
-        ql_nope,
-        q_pe,
-        kv_cache,
-        block_table,
-        cu_seqlens_q,
-        cache_seqlens,
-        max_seqlen_q,
-        softmax_scale,
-        cache_format,
-        kv_scale,
-    )
-    cache = cache_of(kv_cache, block_table, cache_seqlens)
+    cache = cache_of(inputs.kv_cache, inputs.block_table, inputs.cache_seqlens)
     return Prepared(lambda: _over(cache, inputs, 0), lambda output: output)
 
 

@@ -20,7 +20,7 @@ from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
 from mla_ref.numerics import FLOAT32, INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
-from mla_ref.problems.latent_attention import PROBLEM
+from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
 
 LATENT, ROPE, BLOCK = 512, 64, 64
 FORMATS = {"bf16": "bfloat16", "fp16": "float16"}
@@ -69,7 +69,7 @@ def flash_mla(
     Error: float32 scores and sums; weights rounded to the query's type, by each of two warpgroups for itself.
     Source: deepseek-ai/FlashMLA, csrc/sm90/decode/dense/splitkv_mla.cuh and csrc/smxx/decode/combine.
     """
-    prepared = prepare(
+    inputs = LatentAttentionInputs(
         ql_nope,
         q_pe,
         kv_cache,
@@ -81,37 +81,26 @@ def flash_mla(
         cache_format,
         kv_scale,
     )
+    prepared = prepare(inputs)
     return prepared.finish(prepared.run())  # type: ignore[no-any-return]
 
 
-def prepare(
-    ql_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    cache_format: CacheFormat,
-    kv_scale: torch.Tensor,
-) -> Prepared:
+def prepare(inputs: LatentAttentionInputs) -> Prepared:
     """The query concatenated, and scheduler metadata that FlashMLA fills in its first run."""
     from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-    (t, h, c), b = ql_nope.shape, block_table.shape[0]
-    if t != b * max_seqlen_q:
-        raise ValueError(
-            f"ql_nope: t={t}, but {b} requests of max_seqlen_q={max_seqlen_q} tokens have another"
-        )
+    (t, h, c), b, q_len = inputs.ql_nope.shape, inputs.block_table.shape[0], inputs.max_seqlen_q
+    if t != b * q_len:
+        raise ValueError(f"ql_nope: t={t}, but {b} requests of max_seqlen_q={q_len} tokens have another")
     # The first generation plans here, for these lengths; later ones only when they run, and ignore these.
-    metadata, splits = get_mla_metadata(cache_seqlens.contiguous(), max_seqlen_q * h, 1)
-    query = torch.cat([ql_nope, q_pe], dim=-1).reshape(b, max_seqlen_q, h, -1)
-    arguments = query, kv_cache.unsqueeze(2), block_table.contiguous(), cache_seqlens.contiguous()
+    kv_lens = inputs.cache_seqlens.contiguous()
+    metadata, splits = get_mla_metadata(kv_lens, q_len * h, 1)
+    query = torch.cat([inputs.ql_nope, inputs.q_pe], dim=-1).reshape(b, q_len, h, -1)
+    arguments = query, inputs.kv_cache.unsqueeze(2), inputs.block_table.contiguous(), kv_lens
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = flash_mla_with_kvcache(
-            *arguments, c, metadata, splits, softmax_scale=softmax_scale, causal=True
+            *arguments, c, metadata, splits, softmax_scale=inputs.softmax_scale, causal=True
         )
         return out, lse
 

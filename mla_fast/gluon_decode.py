@@ -21,7 +21,7 @@ from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
 from mla_ref.numerics import INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
-from mla_ref.problems.latent_attention import PROBLEM
+from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
 
 LATENT, ROPE = 512, 64
 BLOCK = 64  # keys of a block, rows of a lane
@@ -260,6 +260,48 @@ def why_not_block_size(block_size: int) -> str | None:
     return f"block size {block_size}, needs 16, 32 or a multiple of {BLOCK}"
 
 
+def _ready(inputs: LatentAttentionInputs, batch_invariant: bool = False) -> Callable[[], AttentionOutput]:
+    query, cache = inputs.ql_nope, inputs.kv_cache
+    if inputs.cache_format.name not in FORMATS or cache.dtype != query.dtype:
+        raise ValueError(
+            f"kv_cache: {inputs.cache_format.name} with {query.dtype} queries, must be the same type"
+        )
+
+    def layer(schedule: Plan) -> AttentionOutput:
+        return attend(schedule, query, inputs.q_pe, cache, inputs.block_table, inputs.softmax_scale)
+
+    return ready(inputs, layer, batch_invariant)
+
+
+def ready(
+    inputs: LatentAttentionInputs, layer: Callable[[Plan], AttentionOutput], batch_invariant: bool
+) -> Callable[[], AttentionOutput]:
+    """``layer`` under the plan of the inputs' step, which is made here.
+
+    Raises: ValueError for channels, a scale, strides or blocks that no kernel of this plan takes.
+    """
+    query, cache = inputs.ql_nope, inputs.kv_cache
+    (t, h, c), r = query.shape, inputs.q_pe.shape[2]
+    if (c, r) != (LATENT, ROPE):
+        raise ValueError(f"ql_nope, q_pe: {c} and {r} channels, must be {LATENT} and {ROPE}")
+    if inputs.softmax_scale <= 0:
+        raise ValueError(f"softmax_scale: is {inputs.softmax_scale}, must be positive")
+    if reason := why_not_strides(cache) or why_not_block_size(cache.shape[1]):
+        raise ValueError(reason)
+    if t == 0:
+        nothing = AttentionOutput(torch.empty_like(query), query.new_empty((t, h), dtype=torch.float32))
+        return lambda: nothing
+    schedule = plan(
+        inputs.cu_seqlens_q,
+        inputs.cache_seqlens,
+        num_tokens=t,
+        num_heads=h,
+        max_kv_len=inputs.block_table.shape[1] * cache.shape[1],
+        batch_invariant=batch_invariant,
+    )
+    return lambda: layer(schedule)
+
+
 def _gluon_decode(batch_invariant: bool) -> Callable[..., AttentionOutput]:
     def decode(
         ql_nope: torch.Tensor,
@@ -281,28 +323,19 @@ def _gluon_decode(batch_invariant: bool) -> Callable[..., AttentionOutput]:
         Error: scores, softmax, sums and partial results in float32; weights rounded to the query's type.
         Source: the two-warpgroup schedule of FlashMLA (docs/20250422-new-kernel-deep-dive.md there).
         """
-        t, h, c = ql_nope.shape
-        if (c, q_pe.shape[2]) != (LATENT, ROPE):
-            raise ValueError(f"ql_nope, q_pe: {c} and {q_pe.shape[2]} channels, must be {LATENT} and {ROPE}")
-        if cache_format.name not in FORMATS or kv_cache.dtype != ql_nope.dtype:
-            raise ValueError(
-                f"kv_cache: {cache_format.name} with {ql_nope.dtype} queries, must be the same type"
-            )
-        if softmax_scale <= 0:
-            raise ValueError(f"softmax_scale: is {softmax_scale}, must be positive")
-        if reason := why_not_strides(kv_cache) or why_not_block_size(kv_cache.shape[1]):
-            raise ValueError(reason)
-        if t == 0:
-            return AttentionOutput(torch.empty_like(ql_nope), ql_nope.new_empty((t, h), dtype=torch.float32))
-        schedule = plan(
+        inputs = LatentAttentionInputs(
+            ql_nope,
+            q_pe,
+            kv_cache,
+            block_table,
             cu_seqlens_q,
             cache_seqlens,
-            num_tokens=t,
-            num_heads=h,
-            max_kv_len=block_table.shape[1] * kv_cache.shape[1],
-            batch_invariant=batch_invariant,
+            max_seqlen_q,
+            softmax_scale,
+            cache_format,
+            kv_scale,
         )
-        return attend(schedule, ql_nope, q_pe, kv_cache, block_table, softmax_scale)
+        return _ready(inputs, batch_invariant)()
 
     return decode
 
@@ -311,27 +344,9 @@ gluon_decode = implements(PROBLEM, values=False)(_gluon_decode(batch_invariant=F
 batch_invariant = implements(PROBLEM, values=False)(_gluon_decode(batch_invariant=True))
 
 
-def prepare(
-    ql_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    cache_format: CacheFormat,
-    kv_scale: torch.Tensor,
-) -> Prepared:
+def prepare(inputs: LatentAttentionInputs) -> Prepared:
     """The plan of a step made, and one layer's attention left."""
-    t, h, _ = ql_nope.shape
-    width = block_table.shape[1] * kv_cache.shape[1]
-    schedule = plan(cu_seqlens_q, cache_seqlens, num_tokens=t, num_heads=h, max_kv_len=width)
-
-    def run() -> AttentionOutput:
-        return attend(schedule, ql_nope, q_pe, kv_cache, block_table, softmax_scale)
-
-    return Prepared(run, lambda output: output)
+    return Prepared(_ready(inputs), lambda output: output)
 
 
 @functools.cache

@@ -17,19 +17,17 @@ from mla_fast.gluon_decode import (
     by_columns,
     empty_results,
     merged,
-    plan,
     query_descriptors,
+    ready,
     requires,
-    why_not_block_size,
     why_not_placed,
-    why_not_strides,
 )
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
 from mla_ref.numerics import INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
-from mla_ref.problems.latent_attention import PROBLEM
+from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
 
 TILED = {"fp8_ds_mla": True, "fp8_ds_mla_pow2": True, "fp8_e4m3": False}
 SCALE_BYTES = 4
@@ -88,6 +86,29 @@ def attend(
     return merged(schedule, results)
 
 
+def _ready(inputs: LatentAttentionInputs, batch_invariant: bool = False) -> Callable[[], AttentionOutput]:
+    query, fmt = inputs.ql_nope, inputs.cache_format
+    if fmt.name not in TILED or query.dtype != torch.bfloat16:
+        raise ValueError(
+            f"kv_cache: {fmt.name} with {query.dtype} queries, must be one of "
+            f"{', '.join(TILED)} with torch.bfloat16"
+        )
+
+    def layer(schedule: Plan) -> AttentionOutput:
+        return attend(
+            schedule,
+            query,
+            inputs.q_pe,
+            inputs.kv_cache,
+            inputs.block_table,
+            inputs.softmax_scale,
+            fmt,
+            inputs.kv_scale,
+        )
+
+    return ready(inputs, layer, batch_invariant)
+
+
 def _gluon_decode_fp8(batch_invariant: bool) -> Callable[..., AttentionOutput]:
     def decode(
         ql_nope: torch.Tensor,
@@ -110,29 +131,19 @@ def _gluon_decode_fp8(batch_invariant: bool) -> Callable[..., AttentionOutput]:
         to bfloat16.
         Source: the two-warpgroup schedule of FlashMLA (docs/20250422-new-kernel-deep-dive.md there).
         """
-        t, h, c = ql_nope.shape
-        if (c, q_pe.shape[2]) != (LATENT, ROPE):
-            raise ValueError(f"ql_nope, q_pe: {c} and {q_pe.shape[2]} channels, must be {LATENT} and {ROPE}")
-        if cache_format.name not in TILED or ql_nope.dtype != torch.bfloat16:
-            raise ValueError(
-                f"kv_cache: {cache_format.name} with {ql_nope.dtype} queries, must be one of "
-                f"{', '.join(TILED)} with torch.bfloat16"
-            )
-        if softmax_scale <= 0:
-            raise ValueError(f"softmax_scale: is {softmax_scale}, must be positive")
-        if reason := why_not_strides(kv_cache) or why_not_block_size(kv_cache.shape[1]):
-            raise ValueError(reason)
-        if t == 0:
-            return AttentionOutput(torch.empty_like(ql_nope), ql_nope.new_empty((t, h), dtype=torch.float32))
-        schedule = plan(
+        inputs = LatentAttentionInputs(
+            ql_nope,
+            q_pe,
+            kv_cache,
+            block_table,
             cu_seqlens_q,
             cache_seqlens,
-            num_tokens=t,
-            num_heads=h,
-            max_kv_len=block_table.shape[1] * kv_cache.shape[1],
-            batch_invariant=batch_invariant,
+            max_seqlen_q,
+            softmax_scale,
+            cache_format,
+            kv_scale,
         )
-        return attend(schedule, ql_nope, q_pe, kv_cache, block_table, softmax_scale, cache_format, kv_scale)
+        return _ready(inputs, batch_invariant)()
 
     return decode
 
@@ -141,27 +152,9 @@ gluon_decode_fp8 = implements(PROBLEM, values=False)(_gluon_decode_fp8(batch_inv
 batch_invariant = implements(PROBLEM, values=False)(_gluon_decode_fp8(batch_invariant=True))
 
 
-def prepare(
-    ql_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    cache_format: CacheFormat,
-    kv_scale: torch.Tensor,
-) -> Prepared:
+def prepare(inputs: LatentAttentionInputs) -> Prepared:
     """The plan of a step made, and one layer's attention left."""
-    t, h, _ = ql_nope.shape
-    width = block_table.shape[1] * kv_cache.shape[1]
-    schedule = plan(cu_seqlens_q, cache_seqlens, num_tokens=t, num_heads=h, max_kv_len=width)
-
-    def run() -> AttentionOutput:
-        return attend(schedule, ql_nope, q_pe, kv_cache, block_table, softmax_scale, cache_format, kv_scale)
-
-    return Prepared(run, lambda output: output)
+    return Prepared(_ready(inputs), lambda output: output)
 
 
 def supports(case: Case) -> str | None:

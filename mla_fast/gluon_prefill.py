@@ -30,7 +30,7 @@ from mla_ref.chunk_plan import CAP, packed, places, whole_blocks
 from mla_ref.formats import CacheFormat
 from mla_ref.numerics import INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
-from mla_ref.problems.attention import PROBLEM
+from mla_ref.problems.attention import PROBLEM, AttentionInputs
 
 WIDTHS = ((128, 64, 128), (64, 64, 128), (64, 32, 64))
 DTYPES = (torch.bfloat16, torch.float16)
@@ -130,22 +130,12 @@ def plan(
     return Plan(launches, counters, blind)
 
 
-def attend(
-    step: Plan,
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    softmax_scale: float,
-    cache_format: CacheFormat,
-    kv_scale: torch.Tensor,
-) -> AttentionOutput:
-    """Attention of one layer under a plan; the other arguments are ``AttentionInputs``'s."""
-    (t, h, p), r, (v, c) = q_nope.shape, q_pe.shape[2], w_uv.shape[1:]
+def attend(step: Plan, inputs: AttentionInputs) -> AttentionOutput:
+    """Attention of one layer under a plan."""
+    q_nope, q_pe = inputs.q_nope, inputs.q_pe
+    (t, h, p), r, (v, c) = q_nope.shape, q_pe.shape[2], inputs.w_uv.shape[1:]
     device, dtype = q_nope.device, q_nope.dtype
-    kv_b = joined(w_uk, w_uv)
+    kv_b = joined(inputs.w_uk, inputs.w_uv)
     make = torch.zeros if step.blind else torch.empty
     out = make(t, h, v, dtype=dtype, device=device)
     lse = torch.full((t, h), -torch.inf, dtype=torch.float32, device=device)
@@ -153,10 +143,19 @@ def attend(
     workspace = torch.empty(num_rows, c + r, dtype=dtype, device=device)
     for launch in step.launches:
         latent, k_pe = workspace[: launch.num_keys, :c], workspace[: launch.num_keys, c:]
-        gather_into(latent, k_pe, kv_cache, block_table, launch.ends, launch.starts, cache_format, kv_scale)
+        gather_into(
+            latent,
+            k_pe,
+            inputs.kv_cache,
+            inputs.block_table,
+            launch.ends,
+            launch.starts,
+            inputs.cache_format,
+            inputs.kv_scale,
+        )
         with float32_sums():
             expanded = torch.mm(latent, kv_b).view(-1, h, p + v)
-        run(launch.tiles, step.counters, q_nope, q_pe, expanded, k_pe, out, lse, softmax_scale)
+        run(launch.tiles, step.counters, q_nope, q_pe, expanded, k_pe, out, lse, inputs.softmax_scale)
         del expanded
     return AttentionOutput(out, lse)
 
@@ -288,15 +287,21 @@ def chunked_by(rows_of: Rows) -> Callable[..., AttentionOutput]:
         query's type; scores, softmax, sums and merges in float32.
         Source: vLLM, the "compute friendly" prefill of its MLA backend, with a chunked context.
         """
-        widths = (*(x.shape[2] for x in (q_nope, q_pe)), w_uv.shape[1])
-        if reason := why_not(q_nope.dtype, widths, w_uv.shape[2]):
-            raise ValueError(reason)
-        if softmax_scale <= 0:
-            raise ValueError(f"softmax_scale: is {softmax_scale}, must be positive")
-        step = plan(cu_seqlens_q, cache_seqlens, kv_cache.shape[1], rows_of)
-        return attend(
-            step, q_nope, q_pe, kv_cache, block_table, w_uk, w_uv, softmax_scale, cache_format, kv_scale
+        inputs = AttentionInputs(
+            q_nope,
+            q_pe,
+            kv_cache,
+            block_table,
+            cu_seqlens_q,
+            cache_seqlens,
+            w_uk,
+            w_uv,
+            max_seqlen_q,
+            softmax_scale,
+            cache_format,
+            kv_scale,
         )
+        return attend(_planned(inputs, rows_of), inputs)
 
     return gluon_prefill
 
@@ -304,31 +309,21 @@ def chunked_by(rows_of: Rows) -> Callable[..., AttentionOutput]:
 gluon_prefill = chunked_by(roomy)
 
 
-def prepare(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    cache_format: CacheFormat,
-    kv_scale: torch.Tensor,
-) -> Prepared:
+def prepare(inputs: AttentionInputs) -> Prepared:
     """The plan of a step made and the projections in one matrix, and one layer's attention left."""
-    step = plan(cu_seqlens_q, cache_seqlens, kv_cache.shape[1], roomy)
-    kv_b, p = torch.cat([w_uk, w_uv], dim=1), w_uk.shape[1]
-    uk, uv = kv_b[:, :p], kv_b[:, p:]
+    step = _planned(inputs, roomy)
+    kv_b, p = torch.cat([inputs.w_uk, inputs.w_uv], dim=1), inputs.w_uk.shape[1]
+    beside = inputs._replace(w_uk=kv_b[:, :p], w_uv=kv_b[:, p:])
+    return Prepared(lambda: attend(step, beside), lambda output: output)
 
-    def layer() -> AttentionOutput:
-        return attend(
-            step, q_nope, q_pe, kv_cache, block_table, uk, uv, softmax_scale, cache_format, kv_scale
-        )
 
-    return Prepared(layer, lambda output: output)
+def _planned(inputs: AttentionInputs, rows_of: Rows) -> Plan:
+    widths = (*(x.shape[2] for x in (inputs.q_nope, inputs.q_pe)), inputs.w_uv.shape[1])
+    if reason := why_not(inputs.q_nope.dtype, widths, inputs.w_uv.shape[2]):
+        raise ValueError(reason)
+    if inputs.softmax_scale <= 0:
+        raise ValueError(f"softmax_scale: is {inputs.softmax_scale}, must be positive")
+    return plan(inputs.cu_seqlens_q, inputs.cache_seqlens, inputs.kv_cache.shape[1], rows_of)
 
 
 def why_not(dtype: torch.dtype, widths: tuple[int, ...], c: int) -> str | None:

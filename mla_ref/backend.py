@@ -39,8 +39,8 @@ class Backend:
     requires: device type -> what is missing there, or None.
     supports: case -> why it is outside the contract, or None.
     variants: further callables with the same signature (split counts, tiles, workspaces). Each is judged.
-    prepare: for timing: called like ``fn``, plans what depends on lengths alone and converts what an engine
-        would keep in the form that is needed. None: nothing can be done ahead.
+    prepare: for timing: given the problem's inputs, plans what depends on lengths alone and converts what an
+        engine would keep in the form that is needed. None: nothing can be done ahead.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Backend:
     requires: Callable[[str], str | None] = available
     supports: Callable[[Case], str | None] = supports_all
     variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    prepare: Callable[..., Prepared] | None = None
+    prepare: Callable[[Any], Prepared] | None = None
 
 
 def backends_in(package: str) -> dict[str, Backend]:

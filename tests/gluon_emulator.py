@@ -6,8 +6,10 @@ it. Shared memory starts as NaN, and a buffer becomes NaN when a copy into it st
 therefore shows in the result. Not modelled: memory order, proxies, layouts, the text of inline assembly.
 """
 
+import importlib.util
 import threading
 import time
+from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -494,3 +496,15 @@ class Emulated:
                 self.run(*held)
 
         return launch
+
+
+def edited(module: ModuleType, good: str, bad: str, folder: Path) -> ModuleType:
+    """A kernel module with a bug: ``bad`` where its source has ``good``."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert good in source, "the kernel no longer has the line in which the bug is planted"
+    path = folder / "planted_kernel.py"
+    path.write_text(source.replace(good, bad), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    return planted

@@ -251,10 +251,10 @@ def test_whoever_raises_or_declines_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_prepared_calls_are_judged_as_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(*inputs: Any) -> Prepared:
+    def prepare(inputs: Any) -> Prepared:
         return Prepared(lambda: LATENT.fn(*inputs)[::-1], lambda result: result[::-1])
 
-    def careless(*inputs: Any) -> Prepared:
+    def careless(inputs: Any) -> Prepared:
         return Prepared(lambda: LATENT.fn(*inputs), lambda result: (result[0] * 1.25, result[1]))
 
     plant(

@@ -257,7 +257,7 @@ def _admitted(backend: Backend, case: Case, device: torch.device) -> tuple[str, 
 def _runs(entrant: Contestant, copies: Sequence[Any]) -> list[Run]:
     backend = entrant.backend
     if entrant.variant == PREPARED and backend.prepare is not None:
-        return [Run(*backend.prepare(*inputs)) for inputs in copies]
+        return [Run(*backend.prepare(inputs)) for inputs in copies]
     fn = backend.fn if entrant.variant == DEFAULT else backend.variants[entrant.variant]
 
     def run(inputs: Any) -> Run:

@@ -72,6 +72,11 @@ LARGEST_GROWTH = 400.0
 # Relative roundings of a frequency and of its product with the position, in the type of the angle.
 ANGLE_ROUNDINGS = 16
 
+# Outputs from here on are exactly multiplied by a power of two with the values they are made of: the smallest
+# normal float32 over the last bit of 1. Products in smaller ones may be rounded at an absolute distance:
+# those of small values, or of vanishing weights where the ones that count meet zeros.
+LEAST_SCALED = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
+
 
 class Admissible(NamedTuple):
     """What a right implementation may return: roundings to ``dtype`` of all within ``radius`` of ``mid``.

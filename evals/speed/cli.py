@@ -4,7 +4,6 @@ Exit codes: 0 somebody was timed and nobody was wrong; 1 one was wrong, or raise
 """
 
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from evals.speed.race import SLOW, Pace, race
 from evals.speed.report import load, outcome, plot, show, side_by_side
 from evals.speed.work import WORK
 from mla_ref.case import Case
+from oracles.verify import use_device
 
 Names = list[str] | None
 HELD, WRONG, NOTHING_RAN = 0, 1, 3
@@ -109,13 +109,11 @@ def _cases(
 
 
 def _device(name: str) -> torch.device:
-    """Raises: ValueError if torch has no such device. On the CPU, Triton kernels run in its interpreter."""
+    """Raises: ValueError if torch has no such device."""
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name!r}: {str(error).splitlines()[0]}") from None
-    if torch.device(name).type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is first imported
+        use_device(name)
+    except ValueError as error:
+        raise ValueError(f"--device {error}") from None
     return torch.device(name)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
+from oracles.bounds import LEAST_SCALED
 from oracles.compare import identical, worst_of
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
@@ -32,10 +33,6 @@ from oracles.probes import (
 )
 from oracles.verdict import Finding
 
-# The smallest normal float32 over the last bit of 1. Products in outputs below it may be rounded at an
-# absolute distance: those of small values, or of vanishing weights where the ones that count meet zeros.
-SMALL = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
-
 
 def check(trial: Trial) -> Finding:
     """Run with the values as they are, and times 4."""
@@ -47,7 +44,7 @@ def check(trial: Trial) -> Finding:
         return nothing("the backend does not take other scales")
     once, larger = (trial.run(made(make, trial.case, trial.device)) for make in (by_rope_alone, scaled))
     shapes = trial.problem.output_shapes
-    values, four = above(larger.out, 4.0 * SMALL), above(once.out, SMALL) * 4.0
+    values, four = above(larger.out, 4.0 * LEAST_SCALED), above(once.out, LEAST_SCALED) * 4.0
     finding = worst_of(
         [
             identical("out", values, four, shapes["out"], trial.inputs),

@@ -132,7 +132,7 @@ def test_a_marked_function_does_not_run_where_the_claim_broke(project):
     project.makepyfile(MARKED.format(name="WRONG").replace("print", "raise SystemExit"))
     result = run(project)
     result.assert_outcomes(failed=4)
-    assert result.stdout.str().count("FAIL my_kernel:WRONG default value") == 4
+    assert result.stdout.str().count("\nFAIL my_kernel:WRONG default value\n") == 4
 
 
 def test_unsupported_is_a_skip_with_its_reason_and_nothing_else_a_failure(project):

@@ -13,7 +13,7 @@ from evals.speed import race as racing
 from evals.speed.cases import SUITES, Shape, case_of, label
 from evals.speed.inputs import DRAWN, INPUTS, inputs_of, rows_of
 from evals.speed.race import SLOW, race, specs_for
-from evals.speed.report import base_of, load, plot, show, side_by_side
+from evals.speed.report import base_of, load, outcome, plot, show, side_by_side
 from evals.speed.verdicts import places, sample
 from evals.speed.work import WORK, pairs, work
 from mla_ref.backend import Backend, Prepared
@@ -23,7 +23,7 @@ from mla_ref.formats import cache_format
 from mla_ref.latent import BACKEND as LATENT
 from mla_ref.problem import problem
 from oracles.cli import main
-from oracles.verdict import ERROR, FAIL, PASS, UNSUPPORTED
+from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED
 
 CPU = torch.device("cpu")
 FAST = replace(SLOW, turn=0.0, rounds=1, copy_bytes=2**16, width=16)
@@ -161,8 +161,8 @@ def run(*specs: str, name: str = "latent_attention") -> dict[str, Any]:
 
 def plant(monkeypatch: pytest.MonkeyPatch, **backends: Backend) -> None:
     """Backends that are found by a name of one word."""
-    known = racing.find_backend
-    monkeypatch.setattr(racing, "find_backend", lambda spec: backends.get(spec) or known(spec))
+    known = racing.load
+    monkeypatch.setattr(racing, "load", lambda spec: backends.get(spec) or known(spec))
 
 
 def test_a_race() -> None:
@@ -250,6 +250,82 @@ def test_whoever_raises_or_declines_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+NO_ROOM = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."),
+    MemoryError("no room"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+)
+
+
+@pytest.mark.parametrize("error", NO_ROOM, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("what", ["inputs_of", "private_copy"])
+def test_a_shape_that_does_not_fit_is_not_run_and_the_race_goes_on(
+    monkeypatch: pytest.MonkeyPatch, what: str, error: Exception
+) -> None:
+    fits = getattr(racing, what)
+    calls = []
+
+    def too_large(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise error
+        return fits(*args)
+
+    monkeypatch.setattr(racing, what, too_large)
+    plant(monkeypatch, choosy=replace(LATENT, name="choosy", supports=lambda case: "not this one"))
+    both = [small("latent_attention"), small("latent_attention", seed=1)]
+    record = race(both, ["mla_ref.latent", "choosy"], device=CPU, pace=FAST)
+    first, second = ([e["status"] for e in case["contestants"]] for case in record["cases"])
+    assert first == [UNAVAILABLE, UNSUPPORTED]
+    assert second == [PASS, UNSUPPORTED, PASS]
+    told = f"no memory for the inputs: {type(error).__name__}: {error}"
+    assert record["cases"][0]["contestants"][0]["detail"] == told
+    assert outcome(record) == (2, 0)
+    assert "mla_ref.latent (default): unavailable: no memory for the inputs" in printed(show(record))
+
+
+def test_only_memory_excuses_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(racing, "inputs_of", broken)
+    with pytest.raises(RuntimeError, match="a defect"):
+        run("mla_ref.latent")
+
+
+def test_a_truth_that_does_not_fit_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hungry(*inputs: Any) -> Any:
+        raise NO_ROOM[0]
+
+    def no_truth(case: Case, inputs: Any) -> Any:
+        return hungry
+
+    plant(monkeypatch, hungry=replace(LATENT, name="hungry", fn=hungry))
+    (case,) = run("hungry")["cases"]
+    assert [(e["status"], e["detail"]) for e in case["contestants"]] == [
+        (ERROR, f"OutOfMemoryError: {NO_ROOM[0]}")
+    ]
+    monkeypatch.setattr(racing, "jury", no_truth)
+    record = run("mla_ref.latent")
+    assert [e["status"] for e in record["cases"][0]["contestants"]] == [UNAVAILABLE]
+    assert record["cases"][0]["contestants"][0]["detail"].startswith("no memory for the truth: OutOfMemory")
+    assert outcome(record) == (0, 0)
+
+
+def test_a_control_that_cannot_be_made_ends_nobody_elses_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def prepare(inputs: Any) -> Prepared:
+        made.append(1)
+        if len(made) > 3:  # one that is judged and two copies, and then the control
+            raise NO_ROOM[0]
+        return Prepared(lambda: LATENT.fn(*inputs), lambda result: result)
+
+    plant(monkeypatch, twice=replace(LATENT, name="twice", prepare=prepare))
+    (case,) = run("twice/prepared")["cases"]
+    assert [entry["status"] for entry in case["contestants"]] == [PASS, ERROR]
+
+
 def test_prepared_calls_are_judged_as_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare(inputs: Any) -> Prepared:
         return Prepared(lambda: LATENT.fn(*inputs)[::-1], lambda result: result[::-1])
@@ -335,7 +411,9 @@ def test_a_record_is_shown_with_ratios_of_its_own() -> None:
     (case,) = RECORD["cases"]
     assert base_of(case, "z/prepared")["us"] == 100.0
     assert base_of(case, "x") is None
-    assert "ratio" not in printed(show(RECORD, "nobody")).split("verdict")[1]
+    text = printed(show(RECORD, "x")).split("verdict")[1]
+    assert "ratio: " not in text
+    assert "  no ratios: x has no time here" in text
 
 
 def test_two_runs_have_no_ratio() -> None:
@@ -388,6 +466,16 @@ def test_the_command(
     assert "ratio: time over that of mla_ref.latent" in capsys.readouterr().out
     assert main(["bench", "show", *files]) == 0
     assert "no ratios" in capsys.readouterr().out
+    assert main(["bench", "show", files[0], "--base", "mla_ref.latent (again)"]) == 0
+    for words, message in (
+        ([files[0], "--base", "nobody"], "--base 'nobody' takes no part; who does: mla_ref.latent, mla"),
+        ([*files, "--base", "mla_ref.latent"], "--base is of one run, and these are 2"),
+    ):
+        capsys.readouterr()
+        assert main(["bench", "show", *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -399,6 +487,12 @@ def test_the_command(
         (["--problem", "cache_write", "--backend", "nope.nope"], "cannot import 'nope.nope'"),
         (["--device", "nope"], "--device 'nope'"),
         (["show", "nope.json"], "nope.json"),
+        (["--suite", "copy", "--kv-len", "9"], "--kv-len: goes with --problem; a suite has its own"),
+        (["--format", "bf16"], "--format: goes with --problem"),
+        (
+            ["--problem", "cache_write", "--backend", "mla_ref.cache_write", "--base", "nope"],
+            "--base 'nope' takes no part; who does: mla_ref.cache_write",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_command_is_one_line(

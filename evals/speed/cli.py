@@ -5,6 +5,7 @@ Exit codes: 0 somebody was timed and nobody was wrong; 1 one was wrong, or raise
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +15,17 @@ import typer
 from rich.console import Console
 
 from evals.speed.cases import SUITES, Shape, case_of, cases
-from evals.speed.race import SLOW, Pace, race
-from evals.speed.report import load, outcome, plot, show, side_by_side
+from evals.speed.race import CONTROL, SLOW, Pace, named, race
+from evals.speed.report import check_base, load, name_of, outcome, plot, show, side_by_side
 from evals.speed.work import WORK
 from mla_ref.case import Case
 from oracles.verify import use_device
 
 Names = list[str] | None
 HELD, WRONG, NOTHING_RAN = 0, 1, 3
+
+# What --problem has and a suite brings along.
+OF_A_SHAPE = ("batch", "heads", "q_len", "kv_len", "preset", "format_", "block_size", "dtype", "seed")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -56,9 +60,14 @@ def bench(
         return HELD
     try:
         where = _device(device)
+        if not problem and (idle := _given(context, OF_A_SHAPE)):
+            raise ValueError(
+                f"--{idle[0].strip('_').replace('_', '-')}: goes with --problem; a suite has its own"
+            )
         todo = _cases(
             suite or [], problem, (batch, heads, q_len, kv_len, format_), preset, block_size, dtype, seed
         )
+        check_base(base.replace(CONTROL, ""), named(todo, backend or []))
         pace = Pace() if where.type == "cuda" else SLOW
         if rounds:
             pace = Pace(**{**vars(pace), "rounds": rounds})
@@ -82,6 +91,10 @@ def show_command(
     try:
         records = [load(path) for path in files]
         one = len({record["run"] for record in records}) == 1
+        timed = [entry for case in records[0]["cases"] for entry in case["contestants"]]
+        check_base(base, list(dict.fromkeys(map(name_of, timed))))
+        if base and not one:
+            raise ValueError(f"--base is of one run, and these are {len(records)}")
         if plot_file:
             if not one:
                 raise ValueError(f"--plot draws one run, and these are {len(records)}")
@@ -106,6 +119,12 @@ def _cases(
     if suites:
         raise ValueError("--suite and --problem: one or the other")
     return [case_of(Shape(problem, *sizes), model=model, block_size=block_size, dtype=dtype, seed=seed)]
+
+
+def _given(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """The parameters that somebody typed."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _device(name: str) -> torch.device:

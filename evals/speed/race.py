@@ -11,6 +11,7 @@
   of each pair counts.
 - Verdict: each contestant's output is judged before it may run, and what its graph left is judged after its
   last turn. What is wrong has no time.
+- Memory: a shape whose inputs or truth do not fit is not run, and says so; the race goes on with the next.
 """
 
 import itertools
@@ -21,6 +22,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -34,9 +36,10 @@ from evals.speed.work import work
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.problem import problem
+from oracles.matrix import load
 from oracles.oracle import private_copy
 from oracles.verdict import ERROR, PASS, UNAVAILABLE, UNSUPPORTED
-from oracles.verify import DEFAULT, backends, find_backend
+from oracles.verify import DEFAULT, backends
 
 PREPARED = "prepared"  # how a backend's own division of a call is named beside its variants
 CONTROL = " (again)"
@@ -145,11 +148,11 @@ def specs_for(name: str, specs: Sequence[str]) -> list[tuple[str, str]]:
     if specs:
         parsed = [(spec.partition("/")[0], spec.partition("/")[2] or DEFAULT) for spec in specs]
         for spec, variant in parsed:
-            backend = find_backend(spec)
+            backend = load(spec)
             known = (DEFAULT, *([PREPARED] if backend.prepare else []), *backend.variants)
             if variant not in known:
                 raise ValueError(f"variant {variant!r} of {spec} is not one of {', '.join(known)}")
-        return [(spec, variant) for spec, variant in parsed if find_backend(spec).problem == name]
+        return [(spec, variant) for spec, variant in parsed if load(spec).problem == name]
     found = []
     for spec, backend in backends().items():
         if backend.problem == name and not spec.startswith("mla_ref."):
@@ -157,6 +160,12 @@ def specs_for(name: str, specs: Sequence[str]) -> list[tuple[str, str]]:
             found += [(spec, PREPARED)] if backend.prepare else []
             found += [(spec, variant) for variant in backend.variants if variant == "batch_invariant"]
     return found
+
+
+def named(cases: Sequence[Case], specs: Sequence[str]) -> list[str]:
+    """Every contestant as it is asked for: "backend" or "backend/variant"."""
+    found = [pair for case in cases for pair in specs_for(case.problem, specs)]
+    return list(dict.fromkeys(spec if way == DEFAULT else f"{spec}/{way}" for spec, way in found))
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -211,26 +220,20 @@ def num_copies(case: Case, device: torch.device) -> int:
 
 
 def _raced(case: Case, names: Sequence[tuple[str, str]], device: torch.device, pace: Pace) -> dict[str, Any]:
-    contestants = [Contestant(name=n, variant=v, backend=find_backend(n)) for n, v in names]
+    contestants = [Contestant(name=n, variant=v, backend=load(n)) for n, v in names]
     for entrant in contestants:
         entrant.status, entrant.detail = _admitted(entrant.backend, case, device)
     copies: list[Any] = []
-    if any(entrant.status == PASS for entrant in contestants):
-        fresh = inputs_of(case, device)
-        copies = [private_copy(fresh) for _ in range(num_copies(case, device))]
-        judge = jury(case, fresh)
-        for entrant in contestants:
-            if entrant.status == PASS:
-                _enter(entrant, fresh, copies, judge, device)
-        fit = [entrant for entrant in contestants if entrant.status == PASS]
-        if fit:
-            twice = next((entrant for entrant in fit if entrant.how == "graph"), fit[0])
-            control = replace(twice, name=twice.name + CONTROL, seconds=[], clocks=[])
-            _ready(control, _runs(control, copies), device)
-            contestants.append(control)
-            _take_turns([*fit, control], pace, device)
-            for entrant in [*fit, control]:
-                _judge_again(entrant, judge)
+    entering = [entrant for entrant in contestants if entrant.status == PASS]
+    if entering:
+        try:
+            fresh = _fitting("the inputs", inputs_of, case, device)
+            copies = [_fitting("the inputs", private_copy, fresh) for _ in range(num_copies(case, device))]
+        except _NoRoom as error:
+            for entrant in entering:
+                entrant.status, entrant.detail = UNAVAILABLE, str(error)
+        else:
+            contestants += _contested(entering, fresh, copies, jury(case, fresh), pace, device)
     done = work(case)
     return {
         "label": label(case),
@@ -241,6 +244,63 @@ def _raced(case: Case, names: Sequence[tuple[str, str]], device: torch.device, p
         "copies": len(copies),
         "contestants": [_result(entrant) for entrant in contestants],
     }
+
+
+def _contested(
+    entering: Sequence[Contestant],
+    fresh: Any,
+    copies: Sequence[Any],
+    judge: Callable[..., Judged],
+    pace: Pace,
+    device: torch.device,
+) -> list[Contestant]:
+    """Whoever is right has taken turns; the control among them is returned."""
+    for entrant in entering:
+        _enter(entrant, fresh, copies, judge, device)
+    fit = [entrant for entrant in entering if entrant.status == PASS]
+    if not fit:
+        return []
+    twice = next((entrant for entrant in fit if entrant.how == "graph"), fit[0])
+    control = replace(twice, name=twice.name + CONTROL, seconds=[], clocks=[])
+    with _answered_by(control):
+        _ready(control, _runs(control, copies), device)
+    _take_turns([*fit, control], pace, device)
+    for entrant in [*fit, control]:
+        _judge_again(entrant, judge)
+    return [control]
+
+
+@contextmanager
+def _answered_by(entrant: Contestant) -> Iterator[None]:
+    """Whatever is raised ends this contestant's race alone."""
+    try:
+        yield
+    except _NoRoom as error:
+        entrant.status, entrant.detail = UNAVAILABLE, str(error)
+    except Exception as error:
+        entrant.status, entrant.detail = ERROR, _line(error)
+
+
+class _NoRoom(Exception):
+    """Memory ran out for something that is no contestant's."""
+
+
+def _fitting(what: str, make: Callable[..., Any], *of: Any) -> Any:
+    """Raises: _NoRoom."""
+    try:
+        return make(*of)
+    except Exception as error:
+        if not _no_memory(error):
+            raise
+        raise _NoRoom(f"no memory for {what}: {_line(error)}") from None
+
+
+def _no_memory(error: Exception) -> bool:
+    """Whether memory ran out; of that of the host, torch says so in words alone."""
+    words = "out of memory", "not enough memory", "Cannot allocate memory", "can't allocate memory"
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def _admitted(backend: Backend, case: Case, device: torch.device) -> tuple[str, str]:
@@ -274,18 +334,19 @@ def _enter(
     What is written in place is judged in a copy that nobody wrote before. Any other output is judged in
     memory that the run before left full of NaN, where the allocator gives out again what was freed last.
     """
-    try:
-        own = private_copy(fresh)
+    with _answered_by(entrant):
+        own = _fitting("the inputs", private_copy, fresh)
         (first,) = _runs(entrant, [own])
         if not problem(entrant.backend.problem).writes:
             for tensor in first.finish(first.call()):
                 tensor.fill_(torch.nan)
-        entrant.judged = judge(entrant.backend, first.finish(first.call()), own)
-        entrant.status, entrant.detail = entrant.judged.status, entrant.judged.detail
+        _verdict(entrant, _fitting("the truth", judge, entrant.backend, first.finish(first.call()), own))
         if entrant.status == PASS:
             _ready(entrant, _runs(entrant, copies), device)
-    except Exception as error:
-        entrant.status, entrant.detail = ERROR, _line(error)
+
+
+def _verdict(entrant: Contestant, judged: Judged) -> None:
+    entrant.judged, entrant.status, entrant.detail = judged, judged.status, judged.detail
 
 
 def _ready(entrant: Contestant, runs: list[Run], device: torch.device) -> None:
@@ -382,11 +443,9 @@ def _take_turns(contestants: Sequence[Contestant], pace: Pace, device: torch.dev
     for entrant in _order(contestants, pace.rounds):
         if entrant.status != PASS or entrant.turn is None:
             continue
-        try:
+        with _answered_by(entrant):
             entrant.seconds += entrant.turn(pace.turn)
             entrant.clocks += _clock(device)
-        except Exception as error:
-            entrant.status, entrant.detail = ERROR, _line(error)
 
 
 def _order(contestants: Sequence[Contestant], rounds: int) -> Iterator[Contestant]:
@@ -408,8 +467,8 @@ def _judge_again(entrant: Contestant, judge: Callable[..., Judged]) -> None:
     """What a graph left behind after its last replay; written bytes were judged before they were repeated."""
     if entrant.status != PASS or entrant.output is None or problem(entrant.backend.problem).writes:
         return
-    entrant.judged = judge(entrant.backend, entrant.output())
-    entrant.status, entrant.detail = entrant.judged.status, entrant.judged.detail
+    with _answered_by(entrant):
+        _verdict(entrant, _fitting("the truth", judge, entrant.backend, entrant.output()))
 
 
 def _result(entrant: Contestant) -> dict[str, Any]:

@@ -56,9 +56,15 @@ def name_of(entry: dict[str, Any]) -> str:
 
 
 def base_of(case: dict[str, Any], base: str) -> dict[str, Any] | None:
-    """The contestant that ratios divide by: the one named, else the first that has a time."""
+    """The contestant that ratios divide by: the one named; the first that has a time where none is."""
     timed = [entry for entry in case["contestants"] if "us" in entry]
     return next((entry for entry in timed if not base or name_of(entry) == base), None)
+
+
+def check_base(base: str, names: Sequence[str]) -> None:
+    """Raises: ValueError where ratios should divide by somebody who does not take part."""
+    if base and base not in names:
+        raise ValueError(f"--base {base!r} takes no part; who does: {', '.join(names)}")
 
 
 def show(record: dict[str, Any], base: str = "") -> RenderableType:
@@ -110,6 +116,8 @@ def _case(record: dict[str, Any], case: dict[str, Any], base: str) -> Renderable
     notes += [Text(f"  * plain calls, the host's time included: {why}") for why in sorted(plain)]
     if divisor:
         notes.append(Text(f"  ratio: time over that of {name_of(divisor)}, below 1 is faster"))
+    elif base and len(table.rows):
+        notes.append(Text(f"  no ratios: {base} has no time here"))
     return Group(Text(title), table, *notes)
 
 

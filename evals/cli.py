@@ -30,22 +30,25 @@ def gate(
     candidate: Annotated[Path, typer.Option(help="The same, with the attention path on trial.")],
     task: Annotated[str, typer.Option(help="The task in both.")] = "gsm8k",
     answers: Annotated[
-        str, typer.Option("--filter", help="Which filter's answers decide; the others are reported.")
-    ] = "flexible-extract",
+        str,
+        typer.Option("--filter", help="Whose answers decide: flexible-extract, or the only filter there is."),
+    ] = "",
+    metric: Annotated[str, typer.Option(help="Of the samples: exact_match, else acc.")] = "",
     margin: Annotated[float, typer.Option(help="The largest loss that is accepted, as a share.")] = 0.02,
-    flips: Annotated[int, typer.Option(help="How many flipped questions to list.")] = 20,
+    flips: Annotated[int, typer.Option(min=0, help="How many flipped questions to list.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Pair two lm_eval runs question by question and decide.
 
     Exit code: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 if the runs cannot be read or compared.
     """
-    from evals.parity import compare, load, report
+    from evals.parity import compare, deciding, report
+    from evals.runs import load
 
     with _refusing("gate"):
-        one, other = load(baseline, task), load(candidate, task)
-        first = compare(one, other, answers, margin)
-        others = [compare(one, other, name, margin) for name in one.answers if name != answers]
+        one, other = load(baseline, task, metric), load(candidate, task, metric)
+        first = compare(one, other, deciding(one, answers), margin)
+        others = [compare(one, other, name, margin) for name in one.answers if name != first.filter]
     if as_json:
         typer.echo(json.dumps({c.filter: asdict(c) for c in (first, *others)}, indent=2))
     else:

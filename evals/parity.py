@@ -1,45 +1,13 @@
-"""Two lm_eval runs over the same questions: are they comparable, and did the candidate lose anything?
-
-Reads what ``lm_eval run … --output_path DIR --log_samples`` writes, whatever engine answered.
-"""
+"""Two lm_eval runs over the same questions: are they comparable, and did the candidate lose anything?"""
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from evals.runs import Run
 from evals.statistics import Decision, Paired, decide, stderr
 
-METRIC = "exact_match"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One question as one filter saw it. The hashes are lm_eval's own."""
-
-    doc_hash: str
-    prompt_hash: str
-    target_hash: str
-    target: str
-    text: str
-    extracted: str
-    right: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One run of one task.
-
-    settings: whatever must be equal for two runs to be comparable, by the name under which it is reported.
-    answers: filter -> doc_id -> answer.
-    """
-
-    path: Path
-    task: str
-    model: str
-    shots: int
-    settings: dict[str, Any]
-    answers: dict[str, dict[int, Answer]]
+DECIDES = "flexible-extract"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,131 +31,6 @@ class Comparison:
     decision: Decision
     text_equal: float
     flips: tuple[Flip, ...]
-
-
-def load(path: Path, task: str) -> Run:
-    """The newest run of ``task`` under ``path``, a folder or a results file.
-
-    Raises: ValueError, in one line, on a missing, truncated or inconsistent file.
-    """
-    file = _results_file(path, task)
-    results = _json(file)
-    if task not in results.get("results", {}):
-        known = ", ".join(results.get("results", {})) or "no task"
-        raise ValueError(f"{file}: has {known}, not {task}")
-    samples = file.with_name(f"samples_{task}_{file.stem.removeprefix('results_')}.jsonl")
-    if not samples.is_file():
-        raise ValueError(f"{file}: {samples.name} is not beside it; run lm_eval with --log_samples")
-    run = Run(
-        path=file,
-        task=task,
-        model=_model(results),
-        shots=int(results.get("n-shot", {}).get(task, 0)),
-        settings=_settings(results, task),
-        answers=_answers(samples),
-    )
-    _check_whole(run, results, samples)
-    return run
-
-
-def _results_file(path: Path, task: str) -> Path:
-    if path.is_file():
-        return path
-    found = [
-        file
-        for file in path.rglob("results_*.json")
-        if file.with_name(f"samples_{task}_{file.stem.removeprefix('results_')}.jsonl").is_file()
-    ]
-    if not found:
-        raise ValueError(f"{path}: no results_*.json with a samples_{task}_*.jsonl beside it")
-    return max(found, key=lambda file: file.name)  # the name ends with the date
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{file}: holds a {type(data).__name__}, not the results of a run")
-    return data
-
-
-def _model(results: dict[str, Any]) -> str:
-    config = results.get("config", {})
-    name = results.get("model_name") or config.get("model_args") or ""
-    return f"{config.get('model', 'model')} {name}".strip()
-
-
-def _settings(results: dict[str, Any], task: str) -> dict[str, Any]:
-    config = results.get("config", {})
-    made = results.get("configs", {}).get(task, {})
-    return {
-        "task version": results.get("versions", {}).get(task),
-        "n-shot": results.get("n-shot", {}).get(task),
-        "limit": config.get("limit"),
-        "few-shot seed": config.get("fewshot_seed"),
-        "filters": made.get("filter_list"),
-        "metrics": made.get("metric_list"),
-        "generation settings": made.get("generation_kwargs"),
-        "generation settings of the command": config.get("gen_kwargs") or None,
-        "system instruction": results.get("system_instruction_sha"),
-        "chat template": results.get("chat_template_sha"),
-        "few-shot as multi-turn": results.get("fewshot_as_multiturn"),
-    }
-
-
-def _answers(samples: Path) -> dict[str, dict[int, Answer]]:
-    answers: dict[str, dict[int, Answer]] = {}
-    with samples.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                sample = json.loads(line)
-                score = float(sample[METRIC])
-                answer = Answer(
-                    doc_hash=sample["doc_hash"],
-                    prompt_hash=sample["prompt_hash"],
-                    target_hash=sample["target_hash"],
-                    target=str(sample["target"]),
-                    text=_first(sample["resps"]),
-                    extracted=_first(sample["filtered_resps"]),
-                    right=score == 1.0,
-                )
-                seen = answers.setdefault(sample["filter"], {})
-                doc_id = int(sample["doc_id"])
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                what = f"no {error}" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{samples}:{number}: {what}") from None
-            if score not in (0.0, 1.0):
-                raise ValueError(f"{samples}:{number}: {METRIC} is {score}, must be 0 or 1")
-            if doc_id in seen:
-                raise ValueError(f"{samples}:{number}: question {doc_id} a second time")
-            seen[doc_id] = answer
-    return answers
-
-
-def _first(responses: Any) -> str:
-    while isinstance(responses, list):
-        responses = responses[0] if responses else ""
-    return str(responses)
-
-
-def _check_whole(run: Run, results: dict[str, Any], samples: Path) -> None:
-    """The samples are those that the results were computed from."""
-    expected = results.get("n-samples", {}).get(run.task, {}).get("effective")
-    if not run.answers:
-        raise ValueError(f"{samples}: holds no answers")
-    for name, answers in run.answers.items():
-        if expected is not None and len(answers) != expected:
-            raise ValueError(
-                f"{samples}: {len(answers)} answers of {name}, but the run had {expected} questions"
-            )
-        written = results["results"][run.task].get(f"{METRIC},{name}")
-        if written is None:
-            raise ValueError(f"{run.path}: no {METRIC},{name}, which the samples have")
-        counted = sum(answer.right for answer in answers.values()) / len(answers)
-        if round(counted, 6) != round(float(written), 6):
-            raise ValueError(f"{samples}: {name} counts to {counted:.4f}, but the results say {written:.4f}")
 
 
 def why_not_comparable(baseline: Run, candidate: Run) -> str | None:
@@ -215,15 +58,26 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}…"
 
 
+def deciding(run: Run, name: str = "") -> str:
+    """The filter whose answers decide: ``name``, else ``DECIDES`` where the run has it, else its only one.
+
+    Raises: ValueError that lists the filters, if none of these is there.
+    """
+    if not name and len(run.answers) == 1:
+        return next(iter(run.answers))
+    if (chosen := name or DECIDES) in run.answers:
+        return chosen
+    raise ValueError(f"filter {chosen!r} is not one of {', '.join(run.answers)}")
+
+
 def compare(baseline: Run, candidate: Run, name: str, margin: float) -> Comparison:
-    """The paired decision on the answers that filter ``name`` extracted.
+    """The paired decision on the answers of filter ``name``, as ``deciding`` takes it.
 
     Raises: ValueError if the runs are not comparable, with the reason, or have no such filter.
     """
     if reason := why_not_comparable(baseline, candidate):
         raise ValueError(f"not comparable: {reason}")
-    if name not in baseline.answers:
-        raise ValueError(f"filter {name!r} is not one of {', '.join(baseline.answers)}")
+    name = deciding(baseline, name)
     ours, theirs = baseline.answers[name], candidate.answers[name]
     counts = dict.fromkeys(((True, True), (True, False), (False, True), (False, False)), 0)
     for doc_id, answer in ours.items():
@@ -268,9 +122,9 @@ def table(run: Run) -> str:
     for name, answers in run.answers.items():
         n = len(answers)
         accuracy = sum(answer.right for answer in answers.values()) / n
-        error = f"{stderr(accuracy, n):.4f}" if n > 1 else "N/A"
+        error = "N/A" if n == 1 else f"{stderr(accuracy, n):.4f}"
         lines.append(
-            f"|{task:5}|{version!s:>7}|{name:16}|{run.shots:6}|{METRIC}|↑  |{accuracy:.4f}|±  |{error:>6}|"
+            f"|{task:5}|{version!s:>7}|{name:16}|{run.shots:6}|{run.metric:11}|↑  |{accuracy:.4f}|±  |{error:>6}|"
         )
         task, version = "", ""
     return "\n".join(lines)

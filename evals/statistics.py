@@ -27,8 +27,11 @@ INCONCLUSIVE = "INCONCLUSIVE"
 
 
 def stderr(accuracy: float, n: int) -> float:
-    """The standard error that lm_eval prints: sample deviation over sqrt(n), so n-1 under the root."""
-    return math.sqrt(accuracy * (1.0 - accuracy) / (n - 1))
+    """The standard error that lm_eval prints: sample deviation over sqrt(n), so n-1 under the root.
+
+    NaN of one question, for which lm_eval prints N/A.
+    """
+    return math.nan if n == 1 else math.sqrt(accuracy * (1.0 - accuracy) / (n - 1))
 
 
 def unpaired_interval(accuracy: float, n: int) -> float:

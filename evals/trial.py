@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evals.model import Model, load
-from evals.parity import Comparison, Run, compare
-from evals.parity import load as load_run
+from evals.parity import Comparison, compare
 from evals.path import Attention, AttentionPath, Layer, attention_of
+from evals.runs import Run
+from evals.runs import load as load_run
 from evals.statistics import FAIL, INCONCLUSIVE, PASS
 from evals.task import TASK, template_rows
 from evals.templates import NOT_LEARNT

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from evals import gsm8k
 from evals.cli import app
 from evals.lm import TOKENS, MLAVerifyLM, evaluate
-from evals.parity import compare, load
+from evals.parity import compare
 from evals.path import AttentionPath
+from evals.runs import load
 from evals.task import TASK, stock_file, stock_task, template_rows
 from evals.templates import HELD_OUT, NOT_LEARNT, TRAIN, split_of
 from evals.trial import CHECKPOINTS

@@ -10,7 +10,8 @@ pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 from typer.testing import CliRunner
 
 from evals.cli import app
-from evals.parity import compare, load, table
+from evals.parity import compare, table
+from evals.runs import load
 
 FILTERS = ("strict-match", "flexible-extract")
 DATE = "2026-01-02T03-04-05.000001"
@@ -180,7 +181,7 @@ def test_damaged_runs_are_refused(tmp_path: Path, edit, message: str):
 def test_missing_files_are_named(tmp_path: Path):
     result = _gate(tmp_path, tmp_path)
     assert result.exit_code == 3
-    assert "no results_*.json with a samples_gsm8k_*.jsonl beside it" in result.output
+    assert "no results with samples of gsm8k beside them, as lm_eval --log_samples writes" in result.output
     a = _write(tmp_path / "a", BASE)
     line = (a / "model" / f"samples_gsm8k_{DATE}.jsonl").read_text().splitlines()[0]
     (a / "model" / f"samples_gsm8k_{DATE}.jsonl").write_text(line + "\n" + line[:40])

@@ -178,3 +178,105 @@ def test_decision_refuses_what_is_no_question():
         decide(Paired(both=1, lost=0, won=0, neither=0), 0.0)
     with pytest.raises(ValueError, match="there are 0"):
         decide(Paired(both=0, lost=0, won=0, neither=0), 0.02)
+
+
+def _tables(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every (lost, won) of ``n`` questions."""
+    lost, won = np.meshgrid(np.arange(n + 1), np.arange(n + 1), indexing="ij")
+    possible = lost + won <= n
+    return lost[possible], won[possible]
+
+
+def _chance(lost: np.ndarray, won: np.ndarray, n: int, p_lost: float, p_won: float) -> np.ndarray:
+    rest = max(0.0, 1.0 - p_lost - p_won)
+    return stats.multinomial.pmf(np.stack([lost, won, n - lost - won], axis=1), n, (p_lost, p_won, rest))
+
+
+def test_bound_is_the_published_one():
+    """Airway reactivity of 21 children, 1 and 7 discordant pairs: Tango's 95 % interval is -0.517 … -0.026.
+
+    Source: Fagerland, Lydersen and Laake, Statistics in Medicine 33 (2014) 2850-2875.
+    """
+    z = stats.norm.ppf(0.975)
+    ends = [
+        optimize.brentq(lambda loss, z=z: float(_score(1, 7, 21, loss)) - z, -0.999, -6 / 21),
+        optimize.brentq(lambda loss, z=z: float(_score(1, 7, 21, loss)) + z, -6 / 21, 0.999),
+    ]
+    assert [round(end, 3) for end in ends] == [-0.517, -0.026]
+
+
+@pytest.mark.parametrize(("n", "margin"), [(60, 0.10), (200, 0.05)])
+def test_a_kernel_that_loses_the_margin_passes_in_five_runs_of_a_hundred(n: int, margin: float):
+    """Every table of n questions by its exact chance, at every rate of flips: a score test is not exact, but near."""
+    lost, won = _tables(n)
+    passes = shown_smaller(lost, won, n, margin)
+    worst = max(
+        float(_chance(lost, won, n, churn / 2 + margin, churn / 2)[passes].sum())
+        for churn in (0.0, *np.geomspace(0.002, 0.9 - margin, 20))
+    )
+    assert 0.045 < worst < 0.055, worst
+
+
+def test_an_equal_kernel_fails_in_one_run_of_a_hundred_at_most():
+    n = 80
+    lost, won = _tables(n)
+    fails = np.array([mcnemar(int(a), int(b)) < 0.01 for a, b in zip(lost, won, strict=True)])
+    worst = max(float(_chance(lost, won, n, c / 2, c / 2)[fails].sum()) for c in np.linspace(0.01, 1.0, 34))
+    assert 0.003 < worst <= 0.01, worst
+
+
+def test_mcnemar_is_the_coins_that_can_be_counted():
+    """All 2^k ways in which k flips can fall, each as likely as any other."""
+    for flips in range(11):
+        losses = np.array([bin(way).count("1") for way in range(2**flips)])
+        for lost in range(flips + 1):
+            assert round(mcnemar(lost, flips - lost), 12) == round(float(np.mean(losses >= lost)), 12)
+
+
+def test_mcnemar_is_half_the_two_sided_one_of_statsmodels():
+    tables = pytest.importorskip("statsmodels.stats.contingency_tables", reason="compares with statsmodels")
+    for lost, won in ((1, 0), (8, 0), (9, 3), (30, 12), (200, 140), (1319, 0)):
+        two_sided = tables.mcnemar([[50, lost], [won, 50]], exact=True).pvalue
+        assert round(2 * mcnemar(lost, won), 12) == round(float(two_sided), 12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 20])
+def test_every_table_is_decided(n: int):
+    """All-flipped, none-flipped and one-question tables included: no error, no NaN, figures in their ranges."""
+    for lost, won in zip(*_tables(n), strict=True):
+        for both in {0, (n - lost - won) // 2, n - lost - won}:
+            pair = Paired(both=int(both), lost=int(lost), won=int(won), neither=int(n - lost - won - both))
+            decision = decide(pair, 0.1)
+            assert 0.0 < decision.p <= 1.0
+            assert pair.loss <= decision.bound <= 1.0
+            assert 0.0 < decision.detectable <= 1.0
+            assert -1.0 <= pair.loss <= 1.0
+            assert 0.0 <= pair.churn <= 1.0
+            assert (decision.outcome == PASS) <= (decision.bound < 0.1)
+            assert (decision.outcome == FAIL) <= (decision.p < 0.01)
+
+
+def test_more_losses_never_help_and_more_wins_never_hurt():
+    n = 40
+    bound = np.array(
+        [[loss_bound(lost, won, n) if lost + won <= n else np.nan for won in range(21)] for lost in range(21)]
+    )
+    assert bool((np.diff(bound, axis=0) >= 0.0).all())
+    assert bool((np.diff(bound, axis=1) <= 1e-12).all())
+
+
+@pytest.mark.parametrize(("n", "churn"), [(12, 0.0), (20, 0.2), (40, 0.1)])
+def test_the_detectable_loss_is_detected_in_four_runs_of_five(n: int, churn: float):
+    lost, won = _tables(n)
+    shown = np.array([mcnemar(int(a), int(b)) <= 0.05 for a, b in zip(lost, won, strict=True)])
+    loss = paired_detectable_loss(n, churn)
+    power = [
+        float(_chance(lost, won, n, churn / 2 + loss * by, churn / 2)[shown].sum())
+        for by in (0.98, 1.0, 1.02)
+    ]
+    assert power[0] < 0.8 < power[2], (loss, power)
+    assert round(power[1], 2) == 0.8
+
+
+def test_the_error_of_one_question_is_unknown():
+    assert math.isnan(stderr(1.0, 1))

@@ -1,0 +1,267 @@
+"""One lm_eval run, read from what ``lm_eval … --output_path DIR --log_samples`` wrote, whatever engine answered.
+
+| lm_eval | results | samples of a task | in a sample |
+|---|---|---|---|
+| 0.4.0 … 0.4.2 | NAME.json | MODEL_ARGS_TASK.jsonl, one JSON array | neither hashes nor the filter |
+| 0.4.3 … 0.4.5 | results_DATE.json | samples_TASK_DATE.jsonl, a sample a line | hashes, no filter |
+| since 0.4.7 | results_DATE.json | the same | hashes and the filter |
+
+Where --output_path names a file, NAME_DATE.json stands for results_DATE.json. Hashes that are missing are made
+as lm_eval makes them; samples without a filter come filter by filter, in the order of the task's list.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+METRICS = ("exact_match", "acc")  # of a sample, 0 or 1; the first that a run has, unless one is asked for
+DATED = re.compile(r"_(\d{4}-\d{2}-\d{2}T[\d.+-]+)$")
+NO_FILTER = "none"  # lm_eval's own name for the answers of a task without filters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One question as one filter saw it.
+
+    doc_hash, prompt_hash, target_hash: sha256, lm_eval's own.
+    text: what was generated; all responses as JSON where there are several.
+    extracted: what the filter took from it.
+    """
+
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    target: str
+    text: str
+    extracted: str
+    right: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of one task.
+
+    path: its results file.
+    metric: which of a sample's figures says whether it is right.
+    settings: whatever must be equal for two runs to be comparable, by the name under which it is reported.
+    answers: filter -> doc_id -> answer.
+    """
+
+    path: Path
+    task: str
+    model: str
+    shots: int
+    metric: str
+    settings: dict[str, Any]
+    answers: dict[str, dict[int, Answer]]
+
+
+def load(path: Path, task: str, metric: str = "") -> Run:
+    """The newest run of ``task`` under ``path``, a folder or a results file.
+
+    metric: of the samples; empty: the first of ``METRICS`` that they have.
+
+    Raises: ValueError, in one line, on a missing, truncated or inconsistent file, on runs of several models.
+    """
+    file = _results_file(path, task)
+    results = _results(file)
+    if task not in results["results"]:
+        raise ValueError(f"{file}: has {', '.join(results['results']) or 'no task'}, not {task}")
+    samples = _samples_file(file, task)
+    if samples is None:
+        raise ValueError(f"{file}: no samples of {task} are beside it; run lm_eval with --log_samples")
+    rows = list(_samples(samples))
+    if not rows:
+        raise ValueError(f"{samples}: holds no answers")
+    metric = metric or _metric(samples, rows[0][1])
+    run = Run(
+        path=file,
+        task=task,
+        model=_model(results),
+        shots=int(results.get("n-shot", {}).get(task) or 0),
+        metric=metric,
+        settings=_settings(results, task) | {"metric": metric},
+        answers=_answers(samples, rows, _filters(results, task), metric),
+    )
+    _check_whole(run, results, samples)
+    return run
+
+
+def _results_file(path: Path, task: str) -> Path:
+    """The newest results file that has samples of ``task`` beside it; two models in one folder are refused."""
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise ValueError(f"{path}: is neither a folder nor a results file of lm_eval")
+    found = [file for file in sorted(path.rglob("*.json")) if _samples_file(file, task)]
+    if not found:
+        have = sorted({_task(file) for file in path.rglob("samples_*.jsonl")})
+        raise ValueError(
+            f"{path}: no results with samples of {task} beside them, as lm_eval --log_samples writes them"
+            + (f"; there are samples of {_listed(have)}" if have else "")
+        )
+    if len(places := sorted({file.parent for file in found})) > 1:
+        names = _listed([str(place.relative_to(path)) for place in places])
+        raise ValueError(f"{path}: holds runs of {task} in {len(places)} folders, name one: {names}")
+    if len(undated := [file.name for file in found if not DATED.search(file.stem)]) > 1:
+        raise ValueError(f"{path}: holds {len(undated)} results without a date, name one: {_listed(undated)}")
+    return max(found, key=_date)
+
+
+def _date(file: Path) -> str:
+    found = DATED.search(file.stem)
+    return found[1] if found else ""
+
+
+def _task(samples: Path) -> str:
+    return DATED.sub("", samples.stem).removeprefix("samples_")
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _samples_file(results: Path, task: str) -> Path | None:
+    """What is beside a results file and holds the samples of ``task``; None where nothing is."""
+    if date := _date(results):
+        file = results.with_name(f"samples_{task}_{date}.jsonl")
+        return file if file.is_file() else None
+    beside = [file for file in results.parent.glob("*.jsonl") if file.stem.endswith(f"_{task}")]
+    return beside[0] if len(beside) == 1 else None
+
+
+def _results(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("results"), dict):
+        raise ValueError(f"{file}: has no results; it is not the results file of an lm_eval run")
+    return data
+
+
+def _model(results: Mapping[str, Any]) -> str:
+    config = results.get("config", {})
+    name = results.get("model_name") or config.get("model_args") or ""
+    return f"{config.get('model', 'model')} {name}".strip()
+
+
+def _settings(results: Mapping[str, Any], task: str) -> dict[str, Any]:
+    config = results.get("config", {})
+    made = results.get("configs", {}).get(task, {})
+    return {
+        "task version": results.get("versions", {}).get(task),
+        "n-shot": results.get("n-shot", {}).get(task),
+        "limit": config.get("limit"),
+        "few-shot seed": config.get("fewshot_seed"),
+        "filters": made.get("filter_list"),
+        "metrics": made.get("metric_list"),
+        "repeats": made.get("repeats"),
+        "generation settings": made.get("generation_kwargs"),
+        "generation settings of the command": config.get("gen_kwargs") or None,
+        "system instruction": results.get("system_instruction_sha"),
+        "chat template": results.get("chat_template_sha"),
+        "few-shot as multi-turn": results.get("fewshot_as_multiturn"),
+    }
+
+
+def _filters(results: Mapping[str, Any], task: str) -> list[str]:
+    """The names of the task's filters in the order in which they are applied."""
+    made = results.get("configs", {}).get(task, {}).get("filter_list") or [{"name": NO_FILTER}]
+    return [str(each["name"]) for each in made]
+
+
+def _samples(file: Path) -> Iterator[tuple[str, Any]]:
+    """(where it stands, sample) of each sample: a line each, or one array of them all."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        if text.startswith("["):
+            yield from ((f"{file}[{number}]", sample) for number, sample in enumerate(json.loads(text)))
+            return
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{file}: {error}") from None
+    # Not splitlines(): a text may hold other line separators than JSON's own.
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        if not text:
+            return
+        try:
+            yield f"{file}:{number}", json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}:{number}: {error}") from None
+
+
+def _metric(file: Path, sample: Any) -> str:
+    has = sample if isinstance(sample, dict) else {}
+    for name in METRICS:
+        if name in has:
+            return name
+    named = f"; name one of {', '.join(has['metrics'])}" if has.get("metrics") else ""
+    raise ValueError(f"{file}: its samples have none of {', '.join(METRICS)}{named}")
+
+
+def _answers(
+    file: Path, rows: Sequence[tuple[str, Any]], filters: Sequence[str], metric: str
+) -> dict[str, dict[int, Answer]]:
+    answers: dict[str, dict[int, Answer]] = {}
+    times: dict[int, int] = {}  # how often a question was seen, where samples do not name their filter
+    for where, sample in rows:
+        try:
+            doc_id, score = int(sample["doc_id"]), float(sample[metric])
+            answer = _answer(sample, score)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{where}: {what}") from None
+        if score not in (0.0, 1.0):
+            raise ValueError(f"{where}: {metric} is {score}, must be 0 or 1")
+        turn = times[doc_id] = times.get(doc_id, -1) + 1
+        name = sample.get("filter", filters[min(turn, len(filters) - 1)])
+        seen = answers.setdefault(name, {})
+        if doc_id in seen:
+            raise ValueError(f"{where}: question {doc_id} a second time")
+        seen[doc_id] = answer
+    return answers
+
+
+def _answer(sample: Mapping[str, Any], score: float) -> Answer:
+    target = str(sample["target"])
+    return Answer(
+        doc_hash=sample.get("doc_hash") or _sha256(json.dumps(sample["doc"], indent=2, ensure_ascii=False)),
+        prompt_hash=sample.get("prompt_hash") or _sha256(str(sample["arguments"][0][0])),
+        target_hash=sample.get("target_hash") or _sha256(target),
+        target=target,
+        text=_text(sample["resps"]),
+        extracted=_text(sample["filtered_resps"]),
+        right=score == 1.0,
+    )
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text(responses: Any) -> str:
+    """The only response, out of its lists; several as JSON."""
+    only = responses
+    while isinstance(only, list) and len(only) == 1:
+        only = only[0]
+    return only if isinstance(only, str) else json.dumps(only, ensure_ascii=False)
+
+
+def _check_whole(run: Run, results: Mapping[str, Any], samples: Path) -> None:
+    """Raises: ValueError unless the samples are those that the results were computed from."""
+    expected = results.get("n-samples", {}).get(run.task, {}).get("effective")
+    for name, answers in run.answers.items():
+        if expected is not None and len(answers) != expected:
+            raise ValueError(
+                f"{samples}: {len(answers)} answers of {name}, but the run had {expected} questions"
+            )
+        written = results["results"][run.task].get(f"{run.metric},{name}")
+        if written is None:
+            raise ValueError(f"{run.path}: no {run.metric},{name}, which the samples have")
+        counted = sum(answer.right for answer in answers.values()) / len(answers)
+        if round(counted, 6) != round(float(written), 6):
+            raise ValueError(f"{samples}: {name} counts to {counted:.4f}, but the results say {written:.4f}")

@@ -37,7 +37,7 @@ from oracles import (
     record_cli,
     report_cli,
 )
-from oracles.console import GROUPINGS, describe, distinct, label, one_line, python_code, reasons, summary
+from oracles.console import GROUPINGS, describe, distinct, label, main_reasons, one_line, python_code, summary
 from oracles.junit import to_junit
 from oracles.lookup import cases_in, recipe, stored
 from oracles.matrix import Job, job_of, jobs_of, jobs_on
@@ -207,7 +207,7 @@ def run(
             report.write(to_junit(verdicts))
     console = _console()
     console.print(summary(verdicts, by))
-    _print(console, "", *reasons(verdicts))
+    _print(console, "", *main_reasons(verdicts))
     kinds = distinct(verdicts)
     for verdict, count in kinds[:MAX_FAILURES]:
         _print(console, "", *describe(verdict), *([f"  and   {count - 1} more like it"] if count > 1 else []))

@@ -1,6 +1,7 @@
 """Verdicts as a person reads them: one table, and each failure with the command that repeats it."""
 
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rich.table import Table
@@ -9,6 +10,9 @@ from rich.text import Text
 from mla_ref.case import Case
 from oracles.verdict import BROKEN, FAIL, HELD, NOT_RUN, Verdict
 from oracles.verify import DEFAULT
+
+# Reasons of one backend that a summary tells in full.
+FEW = 3
 
 GROUPINGS: dict[str, Callable[[Verdict], str]] = {
     "problem": lambda v: v.case.problem,
@@ -52,14 +56,43 @@ def _worst(verdicts: Iterable[Verdict]) -> str:
 
 def reasons(verdicts: Iterable[Verdict]) -> list[str]:
     """Why backends were not tried, one line for each backend and reason."""
+    return [
+        f"{backend}: {status}, {detail} ({_cases(len(of))})"
+        for (backend, status, detail), of in _idle(verdicts).items()
+    ]
+
+
+def main_reasons(verdicts: Iterable[Verdict]) -> list[str]:
+    """The same in fewer lines: backends of one reason together, and each backend's ``FEW`` most frequent."""
+    shared: dict[tuple[str, str, int], list[str]] = {}
+    for (backend, status, detail), of in _idle(verdicts).items():
+        shared.setdefault((status, detail, len(of)), []).append(backend)
+    lines, said, unsaid = [], Counter[str](), dict[str, list[int]]()
+    for (status, detail, of), backends in sorted(shared.items(), key=lambda kind: -kind[0][2] * len(kind[1])):
+        new = [backend for backend in backends if said[backend] < FEW]
+        for backend in (backend for backend in backends if backend not in new):
+            unsaid.setdefault(backend, []).append(of)
+        if new:
+            said.update(new)
+            each = " each" if len(new) > 1 else ""
+            lines.append(f"{', '.join(new)}: {status}, {detail} ({_cases(of)}{each})")
+    return lines + [
+        f"{backend}: {len(rest)} other reason{'s'[: len(rest) != 1]} ({_cases(sum(rest))}), told by --json"
+        for backend, rest in unsaid.items()
+    ]
+
+
+def _idle(verdicts: Iterable[Verdict]) -> dict[tuple[str, str, str], set[Case]]:
+    """The cases that a backend was not tried on, by backend, status and reason."""
     cases: dict[tuple[str, str, str], set[Case]] = {}
     for v in verdicts:
         if v.status in NOT_RUN:
             cases.setdefault((v.backend, v.status, v.detail), set()).add(v.case)
-    return [
-        f"{backend}: {status}, {detail} ({len(of)} case{'s'[: len(of) != 1]})"
-        for (backend, status, detail), of in cases.items()
-    ]
+    return cases
+
+
+def _cases(number: int) -> str:
+    return f"{number} case{'s'[: number != 1]}"
 
 
 def label(case: Case) -> str:

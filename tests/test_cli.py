@@ -433,3 +433,17 @@ def test_a_judge_whose_processes_do_not_work_is_no_failed_claim(monkeypatch, cap
     monkeypatch.setattr("oracles.cli.judge_all", broken)
     assert main(["run", "--backend", "mla_ref.rope", "--preset", "a.x-k2"]) == 3
     assert capsys.readouterr().err == "mla-verify: workers do not start: killed\n"
+
+
+def test_reasons_of_many_backends_take_few_lines(stranger, capsys):
+    picky = 'Backend("n", "latent_attention", decode, supports=lambda case: f"not with seed {case.seed}")\n'
+    text = STRANGER.format(mistake="") + f"\nBACKEND = {picky}"
+    first, second = stranger(text), stranger(text)
+    assert main(["run", "--backend", first, "--backend", second, "--problem", "latent_attention"]) == 3
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith((first, second))]
+    shared = [line for line in lines if line.startswith(f"{first}, {second}: unsupported, not with seed ")]
+    assert len(shared) == 3
+    assert all(line.endswith(" each)") for line in shared)
+    assert [line for line in lines if "other reasons" in line] == [
+        f"{backend}: 33 other reasons (33 cases), told by --json" for backend in (first, second)
+    ]

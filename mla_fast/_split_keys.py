@@ -11,7 +11,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,10 +115,40 @@ def launching(device: torch.device) -> Iterator[None]:
         with torch.cuda.device(device):
             yield
         return
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _patching_once():
         # The interpreter's loop bounds are arrays of one element, which numpy before 2.4 deprecates.
         warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
         yield
+
+
+@contextlib.contextmanager
+def _patching_once() -> Iterator[None]:
+    """Triton's interpreter patches its language once a launch and module, which changes no result.
+
+    By itself it does so whenever a kernel calls a jitted function, which is a fifth of a launch.
+    """
+    from triton.runtime import interpreter
+
+    patch: Any = getattr(interpreter, "_patch_lang", None)
+    scopes: dict[int, Any] = {}
+
+    def patch_once(fn: Any) -> Any:
+        launch = next(iter(scopes.values()), None)
+        if not getattr(launch, "_changes", None):  # restored at the end of its launch, or none yet
+            scopes.clear()
+        module = id(fn.__globals__)
+        if module not in scopes:
+            scopes[module] = patch(fn)
+        return scopes[module]
+
+    if patch is None:
+        yield
+        return
+    interpreter._patch_lang = patch_once
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
 
 
 class PartialResults(NamedTuple):

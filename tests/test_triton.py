@@ -1,12 +1,15 @@
 """Decode in plain Triton, interpreted on the CPU and compiled on a GPU, under the judge."""
 
+import contextlib
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from mla_fast import triton_decode
+from mla_fast import _split_keys, triton_decode
 from mla_fast.triton_decode import BACKEND, Schedule, choose_splits, choose_tile, scheduled
 from mla_ref.backend import Backend
 from mla_ref.case import Case
@@ -169,3 +172,27 @@ def test_splits_without_keys_change_nothing(seed: int) -> None:
     two, many = (scheduled(Schedule(num_splits=n))(*inputs) for n in (2, 16))
     assert torch.equal(two.out, many.out)
     assert torch.equal(two.lse, many.lse)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="compiled here")
+def test_the_interpreter_patches_once_a_launch_and_module(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch, patched = interpreter._patch_lang, []
+
+    def counted(fn: Any) -> Any:
+        patched.append(fn.__globals__["__name__"])
+        return patch(fn)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", counted)
+    inputs = PROBLEM.materialize(case("ragged", seed), torch.device(DEVICE))
+    first = scheduled(Schedule(num_splits=3))(*inputs)
+    launches = patched.count("mla_fast._triton_decode_kernel")
+    assert launches == 2  # the splits, and their merge
+    assert set(Counter(patched).values()) <= {1, 2}
+    assert interpreter._patch_lang is counted
+
+    monkeypatch.setattr(_split_keys, "_patching_once", contextlib.nullcontext)
+    again = scheduled(Schedule(num_splits=3))(*inputs)
+    assert patched.count("mla_fast._triton_decode_kernel") > 20
+    assert torch.equal(first.out, again.out)
+    assert torch.equal(first.lse, again.lse)

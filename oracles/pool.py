@@ -226,12 +226,11 @@ def why_lost(device: str) -> str | None:
 def judges(workers: int, device: str, limits: Limits, threads: int | None = None) -> Pool:
     """Workers that are ready to judge on a device. threads: of torch, in each; None shares the cores out."""
     cpu = torch.device(device).type == "cpu"
-    argument = {
-        "device": device,
-        "threads": threads or max(1, (os.cpu_count() or 1) // workers),
-        "gpu_share": GPU_SHARE / workers,
-    }
-    return Pool(workers, limits, Task("oracles.pool:ready", argument), refuse=cpu)
+    threads = threads or max(1, (os.cpu_count() or 1) // workers)
+    argument = {"device": device, "threads": threads, "gpu_share": GPU_SHARE / workers}
+    # numpy, in which Triton's interpreter computes, reads it when it is loaded, and else takes every core.
+    defaults = {"OPENBLAS_NUM_THREADS": str(threads)}
+    return Pool(workers, limits, Task("oracles.pool:ready", argument), cpu, defaults)
 
 
 def ready(argument: Mapping[str, Any], say: Say) -> None:

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -188,10 +188,18 @@ class Pool:
 
     prepare: run once in every new worker, before its memory is limited and outside of any task's time.
     refuse: whether the system refuses memory beyond the limit; else it is only watched.
+    defaults: what a worker finds in its environment where ours says nothing.
     """
 
-    def __init__(self, size: int, limits: Limits, prepare: Task, refuse: bool = True) -> None:
-        self.size, self._limits, self._prepare = size, limits, prepare
+    def __init__(
+        self,
+        size: int,
+        limits: Limits,
+        prepare: Task,
+        refuse: bool = True,
+        defaults: Mapping[str, str] | None = None,
+    ) -> None:
+        self.size, self._limits, self._prepare, self._defaults = size, limits, prepare, defaults or {}
         self._refused = limits.memory if refuse and sys.platform == "linux" else None
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, _Worker] = {}
@@ -243,7 +251,7 @@ class Pool:
             stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
-            env={**os.environ, COOKIE: f"{outer} {cookie}".strip()},
+            env={**self._defaults, **os.environ, COOKIE: f"{outer} {cookie}".strip()},
         )
         theirs.close()
         worker = _Worker(process, ours, cookie, None, time.monotonic())

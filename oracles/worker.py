@@ -8,7 +8,8 @@ names a function, "module:name", which is called with the task's argument and wi
 - Memory: on the CPU the system refuses addresses beyond the limit (RLIMIT_AS), so that an allocation raises
   where it is made. A CUDA context reserves hundreds of gigabytes of addresses, so there the parent watches
   resident memory instead; it does so everywhere for the sum over a worker and its children.
-- Children are killed with their worker, those included that moved to a session of their own.
+- A worker's children, and theirs, count with it and are killed with it, in whatever session they are: they are
+  known by a cookie in their environment, or else by their parent or session.
 """
 
 import contextlib
@@ -206,6 +207,7 @@ class Pool:
         self._again: list[Task] = []
         self._failed_starts = 0
         self._scanned = self._looked = time.monotonic()
+        self._owners: dict["_Process", str] = {}
 
     def __enter__(self) -> "Pool":
         return self
@@ -286,14 +288,18 @@ class Pool:
                 ended += [outcome] if outcome is not None else []
         return ended
 
-    def _crowds(self) -> dict[int, list[Path]]:
-        """The processes of each worker's session, now and then."""
+    def _crowds(self) -> dict[str, list[Path]]:
+        """The processes of each worker, by its cookie, now and then."""
         if time.monotonic() - self._scanned < SCAN:
             return {}
         self._scanned = time.monotonic()
-        return _sessions({worker.process.pid for worker in self._workers.values()})
+        self._owners = _owners(self._owners)
+        crowds: dict[str, list[Path]] = {}
+        for process, owner in self._owners.items():
+            crowds.setdefault(owner.rpartition(" ")[2], []).append(process.path)
+        return crowds
 
-    def _end_of(self, worker: _Worker, crowds: dict[int, list[Path]]) -> tuple[str, str] | None:
+    def _end_of(self, worker: _Worker, crowds: dict[str, list[Path]]) -> tuple[str, str] | None:
         """How a silent worker's task, preparation or idle time has ended, and why; None if it has not."""
         if _exited(worker.process.pid):
             _receive(worker)  # what it said before it died
@@ -304,7 +310,7 @@ class Pool:
         seconds = max(self._limits.seconds, worker.patience) if worker.ready else START_SECONDS
         if busy and time.monotonic() - worker.since > seconds:
             return TIMED_OUT, f"took longer than {seconds:g} s{_where_it_is(worker)}"
-        crowd = crowds.get(worker.process.pid, [])
+        crowd = crowds.get(worker.cookie, [])
         if len(crowd) > MAX_PROCESSES:
             return CRASHED, f"started {len(crowd)} processes; the limit is {MAX_PROCESSES}"
         limit, used = self._limits.memory, 0
@@ -354,7 +360,7 @@ class Pool:
             if file in self._selector.get_map():
                 self._selector.unregister(file)
         worker.link.close()
-        _kill_all(worker.process.pid, worker.cookie)
+        _kill_all(worker.process.pid, worker.cookie, self._owners)
         worker.process.wait()
         worker.process.stdout.close()
 
@@ -469,21 +475,59 @@ def _sizes(process: str) -> tuple[int, int]:
     return int(pages[0]) * size, int(pages[1]) * size
 
 
-def _processes() -> Iterator[Path]:
-    """Every process there is, where the system lists them."""
-    proc = Path("/proc")
-    return (path for path in proc.iterdir() if path.name.isdigit()) if proc.is_dir() else iter(())
+class _Process(NamedTuple):
+    """One that lives. Its number may be given again, but not with the same start."""
+
+    pid: int
+    start: int
+
+    @property
+    def path(self) -> Path:
+        """Where the system tells of it."""
+        return Path(f"/proc/{self.pid}")
 
 
-def _sessions(wanted: set[int]) -> dict[int, list[Path]]:
-    """The processes of each of these sessions."""
-    found: dict[int, list[Path]] = {session: [] for session in wanted}
-    for path in _processes():
-        with contextlib.suppress(OSError):
-            session = int((path / "stat").read_text(errors="replace").rpartition(")")[2].split()[3])
-            if session in found:
-                found[session].append(path)
+def _processes() -> dict[_Process, tuple[int, int]]:
+    """The parent and the session of every process that lives, where the system lists them."""
+    proc, found = Path("/proc"), {}
+    for path in proc.iterdir() if proc.is_dir() else ():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if stat[0] not in ("Z", "X"):
+                    found[_Process(int(path.name), int(stat[19]))] = int(stat[1]), int(stat[3])
     return found
+
+
+def _owners(known: Mapping[_Process, str]) -> dict[_Process, str]:
+    """The cookies of every process of some worker; "" for those of none. known: what was found before.
+
+    A process without cookies is its parent's, or else its session's. Whose it once was it stays.
+    """
+    family = _processes()
+    by_pid = {process.pid: process for process in family}
+    found = {
+        process: known[process] if process in known else _cookies(process)
+        for process in sorted(family, key=lambda process: process.start)
+    }
+    more = True
+    while more:
+        more = False
+        for process, owner in found.items():
+            near = (by_pid[pid] for pid in family[process] if pid in by_pid)
+            if not owner and (inherited := next(filter(None, map(found.__getitem__, near)), "")):
+                found[process], more = inherited, True
+    return found
+
+
+def _cookies(process: _Process) -> str:
+    """What stands under ``COOKIE`` in the environment with which it was started."""
+    with contextlib.suppress(OSError):
+        for entry in (process.path / "environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name == COOKIE.encode():
+                return value.decode(errors="replace")
+    return ""
 
 
 def _own_bytes(path: Path) -> int:
@@ -504,21 +548,16 @@ def share_of_memory(workers: int) -> int:
     return total // (workers + 1)
 
 
-def _kill_all(leader: int, cookie: str) -> None:
-    """Kill a process group, then whoever carries the cookie, until nobody does."""
+def _kill_all(leader: int, cookie: str, known: Mapping[_Process, str]) -> None:
+    """Kill a process group, then all that belong to the cookie, until nobody does."""
+    owners = _owners(known)
     with contextlib.suppress(OSError):
         os.killpg(leader, signal.SIGKILL)
     for _ in range(MAX_PROCESSES):
-        left = [path for path in _processes() if _carries(path, cookie)]
+        left = [process for process, owner in owners.items() if cookie in owner.split()]
         if not left:
             return
-        for path in left:
+        for process in left:
             with contextlib.suppress(OSError):
-                os.kill(int(path.name), signal.SIGKILL)
-
-
-def _carries(path: Path, cookie: str) -> bool:
-    try:
-        return cookie.encode() in (path / "environ").read_bytes()
-    except OSError:
-        return False
+                os.kill(process.pid, signal.SIGKILL)
+        owners = _owners(owners)

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from oracles.worker import ITEM, PATIENCE, STEP, Replace
+from oracles.worker import ITEM, PATIENCE, SCAN, STEP, Replace
 
 FOREVER = 1000.0
 
@@ -111,6 +111,20 @@ def allocate_in_children(argument, say):
     time.sleep(FOREVER)
 
 
+def allocate_elsewhere(argument, say):
+    """In children that moved to a session of their own: one that we still know, one without its environment, and
+    one whose parent is gone."""
+    say(STEP, {})
+    code = f"import time; kept = bytearray(b'x') * {int(argument)}; time.sleep({FOREVER})"
+    environments = {"all": None, "nothing": {}, "orphan": None}
+    for name, environment in environments.items():
+        if name != "orphan" or not os.fork():
+            subprocess.Popen([sys.executable, "-c", code], start_new_session=True, env=environment)
+            if name == "orphan":
+                os._exit(0)
+    time.sleep(FOREVER)
+
+
 def print_garbage(argument, say):
     say(STEP, {})
     sys.stdout.write('["done", ""]\n["item", 1]\n')
@@ -155,8 +169,10 @@ def leave_children(argument, say):
     """In our session and out of it; each keeps the connection and the output open."""
     say(STEP, {})
     children = []
-    for new_session in (False, True):
-        child = subprocess.Popen(["sleep", str(FOREVER)], start_new_session=new_session, close_fds=False)
+    for new_session, environment in ((False, None), (True, None), (True, {"PATH": os.environ["PATH"]})):
+        child = subprocess.Popen(
+            ["sleep", str(FOREVER)], start_new_session=new_session, env=environment, close_fds=False
+        )
         children.append(child.pid)
     if not (daemon := os.fork()):
         os.setsid()
@@ -167,6 +183,7 @@ def leave_children(argument, say):
     os.waitpid(daemon, 0)
     while not Path(argument).exists() or not Path(argument).read_text(encoding="ascii"):
         time.sleep(0.01)
+    time.sleep(3 * SCAN)  # what has none of our environment is found by looking
     say(ITEM, [*children, int(Path(argument).read_text(encoding="ascii"))])
 
 

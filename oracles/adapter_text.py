@@ -254,8 +254,9 @@ def _preparation(manner: Manner) -> Iterator[str]:
         fill = "0.0" if manner.zeroed else "torch.nan"
         yield f"entries = rows(kv_cache, block_table, cache_seqlens, {fill})"
     if "visible" in used:
-        yield "key = torch.arange(entries.shape[1], device=entries.device)"
-        yield "row = torch.arange(s, device=entries.device)"
+        # As many columns as the longest request has keys, in pages or one after another alike.
+        yield "key = torch.arange(max([1, *cache_seqlens.tolist()]), device=cache_seqlens.device)"
+        yield "row = torch.arange(s, device=cache_seqlens.device)"
         yield "visible = key <= (cache_seqlens[:, None] - s + row)[..., None]"
 
 
@@ -271,21 +272,26 @@ def _sizes(text: str) -> Iterator[str]:
         yield "b, s = block_table.shape[0], max_seqlen_q"
 
 
+# What a kernel's module may not be called in the function that imports it.
+NAMES_TAKEN = (*CONTRACT, *"thcrbs", "query", "entries", "visible", "key", "row", "rows", "live", "max")
+
+
 def _ask(manner: Manner) -> str:
     body, imports = [*_preparation(manner)], manner.spec.imports
-    name = manner.target.replace(":", ".")
+    module, _, path = manner.target.partition(":")
+    alias = "kernels" if module.partition(".")[0] in NAMES_TAKEN else ""
     call = [f"{parameter}={text}," for parameter, text in arguments(manner).items()]
     lines = [
         "def ask(",
         *(f"    {line}" for line in NAMES),
         "):",
         '    """What the kernel itself returns."""',
-        f"    import {manner.module}",
+        f"    import {module} as {alias}" if alias else f"    import {module}",
         *([f"    from {manner.module} import {', '.join(imports)}"] if imports else []),
         "",
         *(f"    {line}" for line in _sizes(" ".join([*body, *call]))),
         *(f"    {line}" for line in body),
-        f"    return {name}(",
+        f"    return {alias or module}.{path}(",
         *(f"        {line}" for line in call),
         "    )",
     ]

@@ -1,15 +1,21 @@
-"""Verdicts as a person reads them: one table, and each failure with the command that repeats it."""
+"""Verdicts as a person reads them: one table, and each failure with the command that repeats it.
+
+Names, messages and verdicts are those of strangers: what is printed passes through ``printable``.
+"""
 
 import shlex
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mla_ref.case import Case
+from mla_ref.problem import problem as find_problem
 from oracles.verdict import BROKEN, FAIL, HELD, NOT_RUN, Verdict
-from oracles.verify import DEFAULT
+from oracles.verify import DEFAULT, oracles_for
 
 # Reasons of one backend that a summary tells in full.
 FEW = 3
@@ -20,6 +26,27 @@ GROUPINGS: dict[str, Callable[[Verdict], str]] = {
     "format": lambda v: f"{v.case.problem} {v.case.cache_format}",
     "oracle": lambda v: f"{v.case.problem} {v.oracle}",
 }
+
+
+def printable(text: str) -> str:
+    """The same text, but what a terminal would obey or not show is an escape sequence of Python's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def to_stdout() -> Console:
+    """Where commands print their results: as wide as the terminal if that is one."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def write(console: Console, *lines: str) -> None:
+    """Print lines as they are: no markup, and no wrapping, so that each can be pasted."""
+    for line in lines:
+        console.print(printable(line), markup=False, soft_wrap=True)
+
+
+def cell(text: str) -> Text:
+    """What stands in a table."""
+    return Text(printable(text))
 
 
 def groups(verdicts: Iterable[Verdict], by: str) -> dict[tuple[str, str], list[Verdict]]:
@@ -42,7 +69,7 @@ def summary(verdicts: Iterable[Verdict], by: str) -> Table:
         held, broken, not_run = (sum(v.status in kind for v in members) for kind in (HELD, BROKEN, NOT_RUN))
         style = "red" if broken else "green" if held else "dim"
         counts = (Text(str(n), style=style if n else "dim") for n in (held, broken, not_run))
-        table.add_row(Text(backend), Text(group), *counts, _worst(members))
+        table.add_row(cell(backend), cell(group), *counts, cell(_worst(members)))
     return table
 
 
@@ -65,8 +92,8 @@ def reasons(verdicts: Iterable[Verdict]) -> list[str]:
 def main_reasons(verdicts: Iterable[Verdict]) -> list[str]:
     """The same in fewer lines: backends of one reason together, and each backend's ``FEW`` most frequent."""
     shared: dict[tuple[str, str, int], list[str]] = {}
-    for (backend, status, detail), of in _idle(verdicts).items():
-        shared.setdefault((status, detail, len(of)), []).append(backend)
+    for (backend, status, detail), cases in _idle(verdicts).items():
+        shared.setdefault((status, detail, len(cases)), []).append(backend)
     lines, said, unsaid = [], Counter[str](), dict[str, list[int]]()
     for (status, detail, of), backends in sorted(shared.items(), key=lambda kind: -kind[0][2] * len(kind[1])):
         new = [backend for backend in backends if said[backend] < FEW]
@@ -80,6 +107,16 @@ def main_reasons(verdicts: Iterable[Verdict]) -> list[str]:
         f"{backend}: {len(rest)} other reason{'s'[: len(rest) != 1]} ({_cases(sum(rest))}), told by --json"
         for backend, rest in unsaid.items()
     ]
+
+
+def left_out(of: str, problems: Collection[str] | None, oracles: Collection[str] | None) -> str | None:
+    """Why a backend of problem ``of`` is not judged at all, if these names are why."""
+    if problems and of not in problems:
+        return f"not tried, it implements {of}, not {' or '.join(problems)}"
+    if oracles and not {oracle.name for oracle in oracles_for(find_problem(of))}.intersection(oracles):
+        be = "does" if len(oracles) == 1 else "do"
+        return f"not tried, {' and '.join(oracles)} {be} not judge {of}, which it implements"
+    return None
 
 
 def _idle(verdicts: Iterable[Verdict]) -> dict[tuple[str, str, str], set[Case]]:
@@ -170,6 +207,7 @@ def python_code(verdict: Verdict) -> str:
     return f"""\
 import torch
 from mla_ref.case import Case
+from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problem
 from oracles.verify import find_backend
 

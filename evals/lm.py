@@ -1,9 +1,11 @@
 """The model class ``mla-verify`` of lm_eval, and runs with it that need no network and can be resumed."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from evals.planted import Planted
 from evals.task import TASK, stock_task
 
 TOKENS = "tokens.jsonl"
+FINISHED = "finished.json"
 
 
 @register_model("mla-verify")
@@ -67,6 +70,7 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
         self.model = load(Path(pretrained), device, getattr(torch, model_dtype))
         self.layer = layer_of(self.path, self.model.config, torch.device(device).type)
         self.tokens = Path(tokens) if tokens else None
+        self.ends = _ends(self.model.hf.generation_config.eos_token_id, self.tokenizer.eos_token_id)
 
     @property
     def eot_token_id(self) -> int:
@@ -79,9 +83,27 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids, without special ones unless asked for."""
-        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+        """Token ids with the special ones that the tokenizer adds, as lm_eval's own model class has them.
+
+        None: unless the text begins with the token that begins texts, as one from a chat template does.
+        """
+        if add_special_tokens is None:
+            begin = self.tokenizer.bos_token
+            add_special_tokens = not (begin and string.startswith(begin))
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
         return ids
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt that the tokenizer's template makes of messages."""
+        text = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return str(text)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
@@ -126,10 +148,11 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
                 self.path,
                 prompts,
                 most,
-                lambda ids, until=until: any(stop in self.tokenizer.decode(ids) for stop in until),  # type: ignore[misc]
+                partial(self._stops, until=until),
             )
             for context, doc_id, ids in zip(contexts, doc_ids, written, strict=True):
-                text = postprocess_generated_text(self.tokenizer.decode(ids), until, None)
+                text = self.tokenizer.decode(ids, skip_special_tokens=True)
+                text = postprocess_generated_text(text, until, None)
                 texts.append(text)
                 self._keep(doc_id, ids)
                 # What is cached here is not asked again.
@@ -137,10 +160,18 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
         answers: list[str] = collator.get_original(texts)
         return answers
 
+    def _stops(self, ids: list[int], until: list[str]) -> bool:
+        return ids[-1] in self.ends or any(stop in self.tokenizer.decode(ids) for stop in until)
+
     def _keep(self, doc_id: int, ids: list[int]) -> None:
         if self.tokens is not None:
             with self.tokens.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps({"doc_id": doc_id, "tokens": ids}) + "\n")
+
+
+def _ends(*given: int | list[int] | None) -> set[int]:
+    """The tokens that end a text: the checkpoint's, one or several, and the tokenizer's."""
+    return {end for ids in given for end in (ids if isinstance(ids, list) else [ids]) if end is not None}
 
 
 def evaluate(
@@ -154,12 +185,20 @@ def evaluate(
     device: str = "cpu",
     model_dtype: str = "float32",
     max_gen_toks: int = 256,
+    chat: bool = False,
     planted: Planted | None = None,
 ) -> str:
     """lm_eval's table of the stock gsm8k task; results and samples are written under ``out``.
 
     A run that was interrupted goes on after its last whole batch when it is started again with the same
-    ``out``. planted: attends in the place of ``path``, for proof that a bug in it would show.
+    ``out``; one that was finished is not asked again, nor is the model loaded.
+
+    data: {"train": rows to draw shots from, "test": the questions}. limit: the most questions.
+    batch_size: requests of one batch. max_gen_toks: the most tokens of an answer.
+    chat: prompts go through the tokenizer's chat template, shots as turns.
+    planted: attends in the place of ``path``, for proof that a bug in it would show.
+
+    Raises: ValueError if ``out`` holds a run with other settings, or the path cannot run.
     """
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
@@ -173,7 +212,11 @@ def evaluate(
         "max_gen_toks": max_gen_toks,
         "tokens": str(out / TOKENS),
     } | asdict(path)
-    _same_settings(out / "settings.json", settings | ({"planted": planted.name} if planted else {}))
+    asked = settings | {"chat": chat} | ({"planted": planted.name} if planted else {})
+    _same_settings(out / "settings.json", asked)
+    questions = _digest(data["train"], data["test"][:limit])
+    if (table := _finished(out, questions)) is not None:
+        return table
     lm = MLAVerifyLM(batch_size=batch_size, device=device, **settings)
     if planted is not None:
         lm.layer = planted.layer(lm.model)
@@ -187,6 +230,8 @@ def evaluate(
         limit=limit,
         use_cache=str(out / "answers"),
         task_manager=TaskManager(include_defaults=False),
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
         bootstrap_iters=1000,
         log_samples=True,
         evaluation_tracker=tracker,
@@ -194,8 +239,22 @@ def evaluate(
     samples = results.pop("samples")
     tracker.save_results_aggregated(results=results, samples=samples)
     tracker.save_results_samples(task_name=TASK, samples=samples[TASK])
-    table: str = make_table(results)
+    table = str(make_table(results))
+    (out / FINISHED).write_text(json.dumps({"questions": questions, "table": table}), encoding="utf-8")
     return table
+
+
+def _digest(*splits: Sequence[Row]) -> str:
+    """sha256 of questions and answers."""
+    return hashlib.sha256(json.dumps([[*split] for split in splits]).encode()).hexdigest()
+
+
+def _finished(out: Path, questions: str) -> str | None:
+    """The table of the run in ``out`` if it ended, and these were its questions."""
+    if not (out / FINISHED).is_file():
+        return None
+    ended = json.loads((out / FINISHED).read_text(encoding="utf-8"))
+    return str(ended["table"]) if ended["questions"] == questions else None
 
 
 def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:

@@ -5,11 +5,14 @@ module is replaced by one that holds its weights and calls an implementation of 
 Requests are batched continuously: in every step each of them either prefills its next chunk or decodes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from evals.path import AttentionPath, Layer
@@ -18,6 +21,8 @@ from mla_ref.formats import cache_format
 from mla_ref.layer import why_not_whole
 from mla_ref.layout import CacheLayout, allocate
 from mla_ref.pages import block_table, slots
+
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types under which transformers knows the same computation
 
 Attend = Callable[[int, torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 # (request, logits [m vocab] after its last m tokens) -> the tokens that follow; none end the request.
@@ -51,20 +56,75 @@ class PagedAttention(nn.Module):
 
 
 def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Model:
-    """The checkpoint in ``folder`` (config.json and safetensors), its weights as ``dtype``.
+    """The checkpoint in ``folder`` (config.json and safetensors, in one file or in shards), as ``dtype``.
 
-    Raises: ValueError if there is none, or its attention is more than MLA.
+    All of it is read into host memory first.
+
+    Raises: ValueError, in one line, if there is none, its weights are quantised, its attention is more than
+        MLA, a file is damaged, or a tensor is missing, superfluous or of another shape, for which
+        transformers would draw random weights.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    # It would draw over the report.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     config = MLAConfig.from_hf(folder)
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if quantised := said.get("quantization_config"):
+        raise ValueError(
+            f"{folder}: its weights are quantised ({quantised.get('quant_method')}), must be plain"
+        )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: holds no *.safetensors")
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return with_our_attention(hf.eval().to(device), config)  # type: ignore[no-untyped-call]
+    kind = SAME_AS.get(said["model_type"], said["model_type"])
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"{folder}: transformers has no model_type {kind!r}")
+    with _quiet():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=CONFIG_MAPPING[kind].from_dict(said | {"model_type": kind}),
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported below, like what is missing
+            )
+        except SafetensorError as error:
+            raise ValueError(f"{folder}: {error}") from None
+        except RuntimeError as error:
+            stacked = "those of experts are missing or differ in shape"
+            why = stacked if "conversion" in str(error) else str(error)
+            raise ValueError(f"{folder}: transformers cannot put its tensors together: {why}") from None
+    hf, found = loaded
+    if reason := _why_not_whole_checkpoint(found):
+        raise ValueError(f"{folder}: {reason}")
+    return with_our_attention(hf.eval().to(device), config)
+
+
+def _why_not_whole_checkpoint(found: Mapping[str, Any]) -> str | None:
+    """What transformers says of the tensors that it did not find as it needed them. None: all were right."""
+    if wrong := sorted(found["mismatched_keys"]):
+        name, has, needs = wrong[0]
+        return f"tensors of another shape: {len(wrong)}; {name} is {[*has]}, must be {[*needs]}"
+    for keys, what in (("missing_keys", "missing"), ("unexpected_keys", "that the model does not have")):
+        if names := sorted(found[keys]):
+            return f"tensors {what}: {len(names)}, first {names[0]}"
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars and load reports, which would be drawn over ours."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def with_our_attention(hf: Any, config: MLAConfig) -> Model:

@@ -123,9 +123,8 @@ def table(run: Run) -> str:
         n = len(answers)
         accuracy = sum(answer.right for answer in answers.values()) / n
         error = "N/A" if n == 1 else f"{stderr(accuracy, n):.4f}"
-        lines.append(
-            f"|{task:5}|{version!s:>7}|{name:16}|{run.shots:6}|{run.metric:11}|↑  |{accuracy:.4f}|±  |{error:>6}|"
-        )
+        metric = f"{run.metric:11}|↑  |{accuracy:.4f}|±  |{error:>6}"
+        lines.append(f"|{task:5}|{version!s:>7}|{name:16}|{run.shots:6}|{metric}|")
         task, version = "", ""
     return "\n".join(lines)
 

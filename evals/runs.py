@@ -1,4 +1,4 @@
-"""One lm_eval run, read from what ``lm_eval … --output_path DIR --log_samples`` wrote, whatever engine answered.
+"""One lm_eval run, read from what ``--output_path DIR --log_samples`` wrote, whatever engine answered.
 
 | lm_eval | results | samples of a task | in a sample |
 |---|---|---|---|
@@ -6,8 +6,8 @@
 | 0.4.3 … 0.4.5 | results_DATE.json | samples_TASK_DATE.jsonl, a sample a line | hashes, no filter |
 | since 0.4.7 | results_DATE.json | the same | hashes and the filter |
 
-Where --output_path names a file, NAME_DATE.json stands for results_DATE.json. Hashes that are missing are made
-as lm_eval makes them; samples without a filter come filter by filter, in the order of the task's list.
+Where --output_path names a file, NAME_DATE.json stands for results_DATE.json. Hashes that are missing are
+made as lm_eval makes them; samples without a filter come filter by filter, in the order of the task's list.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ def load(path: Path, task: str, metric: str = "") -> Run:
 
 
 def _results_file(path: Path, task: str) -> Path:
-    """The newest results file that has samples of ``task`` beside it; two models in one folder are refused."""
+    """The newest results file that has samples of ``task`` beside it. Raises: ValueError on two models."""
     if path.is_file():
         return path
     if not path.is_dir():

@@ -1,7 +1,8 @@
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.importorskip("tokenizers", reason="the checkpoints' tokenizer needs token
 pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 
 import transformers
+from safetensors.torch import load_file, save_file
 
 from evals.model import Model, greedy, load, teacher_forced, with_our_attention
 from evals.path import AttentionPath, attention_of, layer_of, parse
@@ -56,11 +58,42 @@ TINY = {
         "mscale_all_dim": 0.7,
     },
 }
+
+
+class Kind(NamedTuple):
+    """A model as transformers saves it. says: the model_type of its config.json where that is another."""
+
+    family: str
+    q_lora_rank: int | None
+    says: str = ""
+    shards: str = "1GB"
+    tied: bool = False
+
+
 KINDS = {
-    "v2-lite": ("deepseek_v2", {"q_lora_rank": None}),
-    "v2": ("deepseek_v2", {"q_lora_rank": 24}),
-    "v3": ("deepseek_v3", {"q_lora_rank": 24}),
+    "v2-lite": Kind("deepseek_v2", None),
+    "v2, tied": Kind("deepseek_v2", 24, tied=True),
+    "v3, in shards": Kind("deepseek_v3", 24, shards="40KB"),
+    "kimi-k2": Kind("deepseek_v3", 24, says="kimi_k2"),
 }
+
+
+def _save(kind: Kind, seed: int, folder: Path) -> Any:
+    """transformers' own model with random weights, saved to ``folder``."""
+    settings = TINY | {"q_lora_rank": kind.q_lora_rank, "tie_word_embeddings": kind.tied}
+    torch.manual_seed(seed)
+    hf = transformers.AutoModelForCausalLM.from_config(
+        transformers.CONFIG_MAPPING[kind.family](**settings), dtype=torch.float32
+    )
+    hf.eval().save_pretrained(folder, max_shard_size=kind.shards)
+    if kind.says:
+        _change(folder, model_type=kind.says, auto_map={"AutoConfig": "configuration.Of"})
+    return hf
+
+
+def _change(folder: Path, **keys: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
 def _logits_of_theirs(hf: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[torch.Tensor]:
@@ -78,11 +111,8 @@ def _ours(model: Model, path: AttentionPath, prompts: Any, answers: Any) -> list
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_with_experts_are_served_as_transformers_computes_them(kind: str, seed: int, tmp_path: Path):
     """Ours may be as far from theirs as ours are from each other, in the same arithmetic, ten times over."""
-    family, extra = KINDS[kind]
-    config = transformers.CONFIG_MAPPING[family](**TINY | extra)
-    torch.manual_seed(seed)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    theirs.save_pretrained(tmp_path)
+    theirs = _save(KINDS[kind], seed, tmp_path)
+    assert (len([*tmp_path.glob("*.safetensors")]) > 1) == ("shards" in kind)
     model = load(tmp_path)
     prompts = [integers(seed, f"prompt {n}", 61, n).tolist() for n in (5, 71, 40, 33)]
     answers = [integers(seed, f"answer {n}", 61, n).tolist() for n in (9, 3, 1, 12)]
@@ -201,3 +231,69 @@ def test_only_whole_layers_are_replaced():
     config = replace(MLAConfig.from_hf(MINI), beyond="a sparse index chooses the keys")
     with pytest.raises(ValueError, match="a sparse index chooses the keys"):
         with_our_attention(None, config)
+
+
+Weights = dict[str, torch.Tensor]
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+VALUES = "model.layers.0.self_attn.kv_b_proj.weight"
+
+
+def _edited(edit: Callable[[Weights], Weights]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        save_file(weights | edit(weights), folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        del weights[name]
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("lm_head.weight"), "tensors missing: 1, first lm_head.weight"),
+        (_without(VALUES), f"tensors missing: 1, first {VALUES}"),
+        (_without(EXPERT), "those of experts are missing or differ in shape"),
+        (_edited(lambda w: {"extra": w[VALUES] + 0}), "that the model does not have: 1, first extra"),
+        (
+            _edited(lambda w: {VALUES: w[VALUES][1:] + 0}),
+            r"kv_b_proj.weight is \[127, 32\], must be \[128, 32\]",
+        ),
+        (_edited(lambda w: {EXPERT: w[EXPERT][1:] + 0}), "those of experts are missing or differ in shape"),
+        (_cut, "Error while deserializing header"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"holds no \*\.safetensors"),
+        (lambda folder: _change(folder, kv_lora_rank=64), "tensors of another shape: "),
+        (lambda folder: _change(folder, model_type="plm"), "transformers has no model_type 'plm'"),
+        (lambda folder: _change(folder, quantization_config={"quant_method": "fp8"}), r"quantised \(fp8\)"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_one_line(change, message: str, seed: int, tmp_path: Path, capfd):
+    """transformers warns, and goes on with random weights."""
+    _save(KINDS["v2-lite"], seed, tmp_path)
+    change(tmp_path)
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=message) as error:
+        load(tmp_path)
+    assert str(error.value).startswith(str(tmp_path))
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_shard_that_is_missing_is_named(seed: int, tmp_path: Path):
+    _save(KINDS["v3, in shards"], seed, tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(OSError, match=shard.name):
+        load(tmp_path)

@@ -93,7 +93,7 @@ def test_tasks_whose_names_begin_alike_are_kept_apart(tmp_path: Path):
     inner = _write(tmp_path / "a", BASE) / "model"
     samples = inner / f"samples_gsm8k_{DATE}.jsonl"
     samples.rename(inner / f"samples_gsm8k_cot_{DATE}.jsonl")
-    with pytest.raises(ValueError, match="no results with samples of gsm8k beside .*of gsm8k_cot$"):
+    with pytest.raises(ValueError, match=r"no results with samples of gsm8k beside .*of gsm8k_cot$"):
         load(tmp_path / "a", "gsm8k")
     with pytest.raises(ValueError, match="has gsm8k, not gsm8k_cot"):
         load(tmp_path / "a", "gsm8k_cot")

@@ -207,7 +207,7 @@ def test_bound_is_the_published_one():
 
 @pytest.mark.parametrize(("n", "margin"), [(60, 0.10), (200, 0.05)])
 def test_a_kernel_that_loses_the_margin_passes_in_five_runs_of_a_hundred(n: int, margin: float):
-    """Every table of n questions by its exact chance, at every rate of flips: a score test is not exact, but near."""
+    """Every table of n questions by its exact chance, at every rate of flips: near 5 %, not exactly."""
     lost, won = _tables(n)
     passes = shown_smaller(lost, won, n, margin)
     worst = max(
@@ -242,7 +242,7 @@ def test_mcnemar_is_half_the_two_sided_one_of_statsmodels():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 20])
 def test_every_table_is_decided(n: int):
-    """All-flipped, none-flipped and one-question tables included: no error, no NaN, figures in their ranges."""
+    """Tables of one question, of no flips and of flips alone included: figures are in their ranges."""
     for lost, won in zip(*_tables(n), strict=True):
         for both in {0, (n - lost - won) // 2, n - lost - won}:
             pair = Paired(both=int(both), lost=int(lost), won=int(won), neither=int(n - lost - won - both))

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -115,21 +116,27 @@ def launching(device: torch.device) -> Iterator[None]:
         with torch.cuda.device(device):
             yield
         return
-    with warnings.catch_warnings(), _patching_once():
+    with warnings.catch_warnings(), _no_idle_work():
         # The interpreter's loop bounds are arrays of one element, which numpy before 2.4 deprecates.
         warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0", DeprecationWarning)
         yield
 
 
 @contextlib.contextmanager
-def _patching_once() -> Iterator[None]:
-    """Triton's interpreter patches its language once a launch and module, which changes no result.
+def _no_idle_work() -> Iterator[None]:
+    """Triton's interpreter leaves out what changes no result, and is half of a launch.
 
-    By itself it does so whenever a kernel calls a jitted function, which is a fifth of a launch.
+    It patches its language once a launch and module, not whenever a kernel calls a jitted function; and it
+    does not compute in 64 bits whether sums of integers fit where nobody is told, which is without ``debug``.
     """
     from triton.runtime import interpreter
 
     patch: Any = getattr(interpreter, "_patch_lang", None)
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    options: Any = getattr(builder, "options", None)
+    if patch is None or not hasattr(options, "sanitize_overflow") or options.debug:
+        yield
+        return
     scopes: dict[int, Any] = {}
 
     def patch_once(fn: Any) -> Any:
@@ -141,14 +148,11 @@ def _patching_once() -> Iterator[None]:
             scopes[module] = patch(fn)
         return scopes[module]
 
-    if patch is None:
-        yield
-        return
-    interpreter._patch_lang = patch_once
+    interpreter._patch_lang, builder.options = patch_once, replace(options, sanitize_overflow=False)
     try:
         yield
     finally:
-        interpreter._patch_lang = patch
+        interpreter._patch_lang, builder.options = patch, options
 
 
 class PartialResults(NamedTuple):

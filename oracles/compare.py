@@ -1,7 +1,7 @@
 """The one comparator: type, shape and device first, then masks, then every element against its own bound."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -97,7 +97,7 @@ def _finding(
 ) -> Finding:
     num_bad = got.numel() - int(inside.sum())
     flat = int(ratio.argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))
+    index = _unraveled(flat, got.shape)
     worst = Worst(
         tensor=name,
         index=index,
@@ -122,6 +122,15 @@ def _finding(
         num_checked=got.numel(),
         pattern=partial(locate, name, letters, got, want, bound, inside, inputs),
     )
+
+
+def _unraveled(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element from its number. torch's own imports sympy."""
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, i = divmod(flat, size)
+        index.insert(0, i)
+    return tuple(index)
 
 
 def place(letters: str, index: tuple[int, ...], inputs: Any) -> str:

@@ -175,24 +175,34 @@ def test_splits_without_keys_change_nothing(seed: int) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="compiled here")
-def test_the_interpreter_patches_once_a_launch_and_module(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_does_no_idle_work(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patch, patched = interpreter._patch_lang, []
+    semantic = interpreter.interpreter_semantic
+    check, summed = type(semantic).device_assert, []
 
     def counted(fn: Any) -> Any:
         patched.append(fn.__globals__["__name__"])
         return patch(fn)
 
+    def asked(self: Any, *arguments: Any) -> Any:
+        summed.append(arguments)
+        return check(self, *arguments)
+
     monkeypatch.setattr(interpreter, "_patch_lang", counted)
+    monkeypatch.setattr(type(semantic), "device_assert", asked)
     inputs = PROBLEM.materialize(case("ragged", seed), torch.device(DEVICE))
     first = scheduled(Schedule(num_splits=3))(*inputs)
     launches = patched.count("mla_fast._triton_decode_kernel")
     assert launches == 2  # the splits, and their merge
     assert set(Counter(patched).values()) <= {1, 2}
+    assert not summed
     assert interpreter._patch_lang is counted
+    assert interpreter.interpreter_builder.options.sanitize_overflow
 
-    monkeypatch.setattr(_split_keys, "_patching_once", contextlib.nullcontext)
+    monkeypatch.setattr(_split_keys, "_no_idle_work", contextlib.nullcontext)
     again = scheduled(Schedule(num_splits=3))(*inputs)
     assert patched.count("mla_fast._triton_decode_kernel") > 20
+    assert summed
     assert torch.equal(first.out, again.out)
     assert torch.equal(first.lse, again.lse)

@@ -1,12 +1,14 @@
 """The command line: it parses, calls the judge, and prints.
 
 Exit codes: 0 every claim held; 1 one failed, or a required backend did not run; 2 usage; 3 nothing ran, or
-the judge's own processes do not work.
+the judge itself does not work.
 """
 
 import os
+import stat
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +19,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 from typer.exceptions import Abort, TyperException
 
 from mla_ref.formats import cache_format, formats
@@ -37,7 +38,21 @@ from oracles import (
     record_cli,
     report_cli,
 )
-from oracles.console import GROUPINGS, describe, distinct, label, main_reasons, one_line, python_code, summary
+from oracles.console import (
+    GROUPINGS,
+    cell,
+    describe,
+    distinct,
+    label,
+    left_out,
+    main_reasons,
+    one_line,
+    printable,
+    python_code,
+    summary,
+    to_stdout,
+    write,
+)
 from oracles.junit import to_junit
 from oracles.lookup import cases_in, recipe, stored
 from oracles.matrix import Job, job_of, jobs_of, jobs_on
@@ -48,7 +63,7 @@ from oracles.verdict import BROKEN, CRASH, HELD, NOT_RUN, TIMEOUT, Verdict
 from oracles.verify import backends, use_device
 from oracles.worker import Limits, WorkersError, share_of_memory
 
-OK, FAILED, USAGE, NOTHING_RAN, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, USAGE, NOTHING_RAN, INTERRUPTED, UNREAD = 0, 1, 2, 3, 130, 141
 MAX_FAILURES = 10
 PATIENCE = "10m"
 LISTED = ("problems", "backends", "formats", "presets", "oracles", "regimes")
@@ -88,20 +103,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        return int(app(words, prog_name="mla-verify", standalone_mode=False) or OK)
+        code = int(app(words, prog_name="mla-verify", standalone_mode=False) or OK)
+        sys.stdout.flush()
+        return _complain("interrupted", INTERRUPTED) if code == INTERRUPTED else code
     except TyperException as error:
         return _complain(error.format_message(), USAGE)
+    except (BrokenPipeError, SystemExit):  # the latter is rich's, and for the same reason
+        return _unread()
     except (UsageError, OSError) as error:
         return _complain(str(error), USAGE)
     except WorkersError as error:
         return _complain(str(error), NOTHING_RAN)
-    except Abort:
+    except (Abort, KeyboardInterrupt):
         return _complain("interrupted", INTERRUPTED)
+    except Exception as error:
+        traceback.print_exc()
+        return _complain(f"a defect of its own: {type(error).__name__}: {error}", NOTHING_RAN)
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"mla-verify: {' '.join(message.split())}", file=sys.stderr)
+    print(f"mla-verify: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
+
+
+def _unread() -> int:
+    """Nobody reads what is printed, as after ``| head``: say no more, at the end of the process either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return UNREAD
 
 
 @contextmanager
@@ -122,19 +150,19 @@ def list_command(
     _use_device(device)
     if what and what not in TABLES:
         raise UsageError(f"table {what!r} is not one of {', '.join(TABLES)}")
-    console = _console()
+    console = to_stdout()
     for name in [what] if what else LISTED:
         if not what:
-            _print(console, "")
+            write(console, "")
         header, rows = TABLES[name]()
         table = Table(*header, box=None, header_style="bold", pad_edge=False)
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*map(cell, row))
         console.print(table)
         if name == "backends":
             for backend in backends().values():
                 if reason := backend.requires(torch.device(device).type):
-                    _print(console, f"unavailable on {device}: {backend.name}: {reason}")
+                    write(console, f"unavailable on {device}: {backend.name}: {reason}")
 
 
 @app.command()
@@ -163,19 +191,25 @@ def run(
     _use_device(device)
     if by not in GROUPINGS:
         raise UsageError(f"--by {by!r} is not one of {', '.join(GROUPINGS)}")
+    if json_file and junit_file and json_file.resolve() == junit_file.resolve():
+        raise UsageError(f"--json and --junit are one file: {json_file}")
     with ExitStack() as files:
         with _typed_by_user():
             specs = list(dict.fromkeys([*(backend or backends()), *(require or [])]))
             workers = _workers(jobs, device)
             limits = _limits(workers, device, isolate, timeout, memory)
             asked = {
-                "problems": problem or list(problems()),
-                "presets": preset or list(PRESETS),
-                "formats": format_ or list(formats()),
+                "problems": _once(problem) or list(problems()),
+                "presets": _once(preset) or list(PRESETS),
+                "formats": _once(format_) or list(formats()),
             }
+            oracle = _once(oracle)
             implemented = problems_of(specs, device, limits)
             if case:
-                given = [found for name in case for found in cases_in(name, asked["problems"], format_)]
+                found = (
+                    found for name in case for found in cases_in(name, asked["problems"], _once(format_))
+                )
+                given = list(dict.fromkeys(found))
                 asked["cases"] = [found.to_json() for found in given]
                 todo = jobs_on(given, implemented, oracle, device)
             else:
@@ -190,10 +224,7 @@ def run(
                     full=full,
                     implemented=implemented,
                 )
-            lines, report = (
-                files.enter_context(path.open("w", encoding="utf-8")) if path else None
-                for path in (json_file, junit_file)
-            )
+            lines, report = (files.enter_context(_output(path)) for path in (json_file, junit_file))
             journal, known = None, {}
             if out is not None:
                 identity = {"kind": "run", "backends": specs, **asked, "oracles": oracle}
@@ -202,22 +233,65 @@ def run(
                 )
                 journal = files.enter_context(open_run(out, manifest))
                 known = {record.number: record.judged() for record in journal.records()}
+            if lines:
+                _empty(lines)
         verdicts = _judged(todo, min(workers, max(len(todo), 1)), limits, known, journal, lines)
         if report:
+            _empty(report)
             report.write(to_junit(verdicts))
-    console = _console()
+    console = to_stdout()
     console.print(summary(verdicts, by))
-    _print(console, "", *main_reasons(verdicts))
+    named = dict.fromkeys([*(backend or []), *(require or [])])
+    write(console, "", *main_reasons(verdicts), *_not_tried(list(named), implemented, problem, oracle, todo))
     kinds = distinct(verdicts)
     for verdict, count in kinds[:MAX_FAILURES]:
-        _print(console, "", *describe(verdict), *([f"  and   {count - 1} more like it"] if count > 1 else []))
+        write(console, "", *describe(verdict), *([f"  and   {count - 1} more like it"] if count > 1 else []))
     if len(kinds) > MAX_FAILURES:
-        _print(
+        write(
             console, "", f"and {len(kinds) - MAX_FAILURES} more kinds of failure; --json FILE keeps them all"
         )
     if kinds:
-        _print(console, "")
+        write(console, "")
     return _close(console, verdicts, require or [], time.perf_counter() - start)
+
+
+def _once(names: Names) -> Names:
+    return names and list(dict.fromkeys(names))
+
+
+def _not_tried(
+    named: Sequence[str], implemented: Mapping[str, str], problem: Names, oracle: Names, jobs: Sequence[Job]
+) -> list[str]:
+    """A line for each backend that was named, but that no case is for."""
+    judged = {spec for job in jobs for spec in job.specs}
+    return [
+        f"{spec}: {left_out(of, problem, oracle) or f'not tried, no case is of {of}, which it implements'}"
+        for spec in named
+        if spec not in judged
+        for of in (implemented[spec],)
+    ]
+
+
+@contextmanager
+def _output(path: Path | None) -> Iterator[TextIO | None]:
+    """A file to write to, of which nothing is lost yet: see ``_empty``. Raises: OSError if it cannot be."""
+    if path is None:
+        yield None
+        return
+    new = not path.exists()
+    with path.open("a", encoding="utf-8") as file:
+        try:
+            yield file
+        except BaseException:
+            if new and not path.stat().st_size:
+                path.unlink()
+            raise
+
+
+def _empty(file: TextIO) -> None:
+    """What was in it gives way to what is written now; a pipe or a terminal holds nothing."""
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.truncate(0)
 
 
 def _workers(asked: int | None, device: str) -> int:
@@ -246,8 +320,8 @@ def show(
     """Show one verdict, the command that repeats it, and Python to paste."""
     with _typed_by_user():
         where, verdict = stored(verdicts, index)
-    console = _console()
-    _print(console, f"{where}:", *describe(verdict), "", python_code(verdict))
+    console = to_stdout()
+    write(console, f"{where}:", *describe(verdict), "", *python_code(verdict).splitlines(), "")
 
 
 @app.command()
@@ -275,10 +349,10 @@ def replay(
         found = served(found, implemented)
         job = job_of(found, spec, oracle, device, implemented)
     [(_, verdicts)] = judge_all([job], 1, limits)
-    console = _console()
-    _print(console, label(found))
+    console = to_stdout()
+    write(console, label(found))
     for v in verdicts:
-        _print(console, *(describe(v) if v.status in BROKEN else [one_line(v)]))
+        write(console, *(describe(v) if v.status in BROKEN else [one_line(v)]))
     return _close(console, verdicts, [spec], time.perf_counter() - start)
 
 
@@ -332,18 +406,8 @@ def _close(console: Console, verdicts: Sequence[Verdict], required: Sequence[str
     ran = {v.backend for v in verdicts if v.status not in NOT_RUN}
     for name in required:
         if name not in ran:
-            _print(console, f"required backend {name} did not run")
-    _print(console, f"{held} claims held, {broken} failed, {not_run} not run, in {seconds:.1f} s")
+            write(console, f"required backend {name} did not run")
+    write(console, f"{held} claims held, {broken} failed, {not_run} not run, in {seconds:.1f} s")
     if broken or not ran.issuperset(required):
         return FAILED
     return OK if ran else NOTHING_RAN
-
-
-def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-def _print(console: Console, *lines: str) -> None:
-    """Print lines as they are: no markup, and no wrapping, so that each can be pasted."""
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)

@@ -5,10 +5,9 @@ import math
 import os
 import re
 import signal
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -23,7 +22,7 @@ from rich.text import Text
 from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
 from oracles.campaign import Plan, campaign, known
-from oracles.console import describe, label, python_code
+from oracles.console import cell, describe, label, left_out, python_code, to_stdout, write
 from oracles.corpus import Entry, read
 from oracles.oracle import rules
 from oracles.plan_cli import size
@@ -105,7 +104,7 @@ def fuzz(
     engine: Annotated[str, typer.Option(help=f"Where workers run: {', '.join(ENGINES)}.")] = "processes",
 ) -> int:
     """Judge backends on drawn cases, for so long or so many, and make small what fails."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = to_stdout()
     with ExitStack() as stack:
         try:
             use_device(device)
@@ -114,8 +113,7 @@ def fuzz(
             limits = Limits(duration(timeout), memory_size(memory) if memory else share_of_memory(workers))
             kept = None if corpus is None else _cases_in(corpus)
             pool = stack.enter_context(_engine(engine, device, limits, workers))
-            named = list(dict.fromkeys(backend or backends()))
-            plan, reasons = _plan(pool, named, problem, oracle, seed, device, limits, limit.cases)
+            plan, reasons = _plan(pool, backend, problem, oracle, seed, device, limits, limit.cases)
             tally = Tally({spec: Count() for spec in plan.problems}, reasons=reasons)
             journal, done = None, frozenset[int]()
             if out is not None and plan.problems:
@@ -138,7 +136,7 @@ def fuzz(
 
 def _plan(
     engine: Engine,
-    specs: Sequence[str],
+    asked: Names,
     named: Names,
     oracles: Names,
     seed: int,
@@ -152,8 +150,10 @@ def _plan(
     for name in oracles or ():
         if name not in rules():
             raise ValueError(f"oracle {name!r} is not one of {', '.join(rules())}")
-    described = describe_all(engine, specs, device)
-    wanted = {spec: found for spec, found in described.items() if not named or found.problem in named}
+    oracles = oracles and [name for name in rules() if name in oracles]
+    described = describe_all(engine, list(dict.fromkeys(asked or backends())), device)
+    idle = {spec: left_out(found.problem, named, oracles) for spec, found in described.items()}
+    wanted = {spec: found for spec, found in described.items() if not idle[spec]}
     claims = {
         found.problem: tuple(
             oracle.name
@@ -162,12 +162,9 @@ def _plan(
         )
         for found in wanted.values()
     }
-    runs = {
-        spec: found.problem
-        for spec, found in wanted.items()
-        if not found.unavailable and claims[found.problem]
-    }
-    reasons = {
+    runs = {spec: found.problem for spec, found in wanted.items() if not found.unavailable}
+    reasons = {spec: why for spec, why in idle.items() if why and asked}
+    reasons |= {
         spec: f"unavailable, {found.unavailable}" for spec, found in wanted.items() if found.unavailable
     }
     return Plan(runs, claims, seed, device, limits, num_cases), reasons
@@ -232,12 +229,12 @@ def _ended(events: Iterator[Failure | None], plan: Plan, tally: Tally, start: fl
                 now = time.monotonic()
                 if failure is not None:
                     found = failure.verdict
-                    _print(screen, f"new: {describe(found)[0]}", f"  {label(found.case)}")
+                    write(screen, f"new: {describe(found)[0]}", f"  {label(found.case)}")
                 if now - shown > (LINE_EVERY if live is None else FRAME_EVERY):
                     shown = now
                     line = _progress(tally, plan, now - start, end - now)
                     if live is None:
-                        _print(screen, line)
+                        write(screen, line)
                     else:
                         live.update(Text(line), refresh=True)
         except KeyboardInterrupt:
@@ -279,23 +276,23 @@ def _summarise(console: Console, tally: Tally, seconds: float) -> None:
     for spec, count in tally.counts.items():
         worst = f"{count.worst[0]:.3f} {count.worst[1]}" if count.worst[1] else "-"
         numbers = (count.cases, count.held, count.broken, count.not_run)
-        table.add_row(spec, *map(str, numbers), worst, at_most(count.failed, count.ran))
+        table.add_row(cell(spec), *map(str, numbers), cell(worst), at_most(count.failed, count.ran))
     if tally.counts:
         console.print(table)
-    _print(console, "", *(f"{spec}: {reason}" for spec, reason in tally.reasons.items()))
+    write(console, "", *(f"{spec}: {reason}" for spec, reason in tally.reasons.items()))
     failures = [(tally.first[kind], often) for kind, often in tally.found.items()]
     for number, (verdict, often) in enumerate(failures[:MAX_FAILURES]):
-        _print(console, *describe(verdict), *([f"  and   {often - 1} more like it"] if often > 1 else []), "")
+        write(console, *describe(verdict), *([f"  and   {often - 1} more like it"] if often > 1 else []), "")
         if number < MAX_CODE:
-            _print(console, *python_code(verdict).splitlines(), "")
+            write(console, *python_code(verdict).splitlines(), "")
     if len(failures) > MAX_FAILURES:
-        _print(
+        write(
             console, f"and {len(failures) - MAX_FAILURES} more kinds of failure; --out DIR keeps them all", ""
         )
     cases, ran, failed = (tally.total(name) for name in ("cases", "ran", "failed"))
     held, broken, not_run = (tally.total(name) for name in ("held", "broken", "not_run"))
     speed = (cases - tally.resumed) / seconds
-    _print(
+    write(
         console,
         f"{cases} cases, {held} claims held, {broken} failed, {not_run} not run, in {seconds:.1f} s "
         f"({speed:.1f} cases/s); {failed} of {ran} cases fail: {at_most(failed, ran)}",
@@ -307,9 +304,3 @@ def at_most(failed: int, ran: int) -> str:
     if not ran:
         return "-"
     return f"{failed / ran:.2g} seen" if failed else f"below {min(3.0 / ran, 1.0):.2g}"
-
-
-def _print(console: Console, *lines: str) -> None:
-    """Print lines as they are: no markup, and no wrapping, so that each can be pasted."""
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)

@@ -1,7 +1,8 @@
 """Which verdict or case is meant: one in a run directory, in a file, in a recording, or spelled out."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def cases_in(given: str, problems: Collection[str], formats: Sequence[str] | Non
         found = [entry.case for entry in corpus()] if given == CORPUS else _of_lines(Path(given))
         return [case for case in found if case.problem in problems]
     if not given.endswith(RECORDINGS):
-        return [Case.from_json(given if given.lstrip().startswith("{") else Path(given).read_text("utf-8"))]
+        return [Case.from_json(given) if given.lstrip().startswith("{") else _case_of(Path(given))]
     case = read(given).case
     stored_as = formats or [case.cache_format]
     return [
@@ -42,9 +43,36 @@ def cases_in(given: str, problems: Collection[str], formats: Sequence[str] | Non
 
 
 def _of_lines(path: Path) -> list[Case]:
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    cases = [line["case"] if isinstance(line, dict) and "case" in line else line for line in lines]
-    return [Case.from_json(json.dumps(case)) for case in cases]
+    cases = []
+    for number, text in enumerate(_text_of(path).splitlines(), 1):
+        with _named(f"{path}, line {number}"):
+            line = json.loads(text)
+            case = line["case"] if isinstance(line, dict) and "case" in line else line
+            cases.append(Case.from_json(json.dumps(case)))
+    if not cases:
+        raise ValueError(f"{path}: holds no case")
+    return cases
+
+
+def _case_of(path: Path) -> Case:
+    text = _text_of(path)
+    with _named(str(path)):
+        return Case.from_json(text)
+
+
+def _text_of(path: Path) -> str:
+    """Raises: ValueError naming a file that is no text."""
+    with _named(str(path)):
+        return path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Whatever is wrong within is said with its place."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def recipe(given: str, index: int | None, backend: str) -> tuple[Case, str, str]:
@@ -61,9 +89,9 @@ def recipe(given: str, index: int | None, backend: str) -> tuple[Case, str, str]
         if not backend:
             raise ValueError("a recording names no backend: say --backend NAME")
         return read(path).case, backend, ""
-    text = "" if directory else given if path is None else path.read_text(encoding="utf-8")
+    text = "" if directory else given if path is None else _text_of(path)
     if directory or not _is_case(text):
-        _, verdict = stored(path, index) if path is not None else _pick(text, index)
+        _, verdict = stored(path, index) if path is not None else _pick(text, index, "verdicts")
         if not backend and verdict.backend not in backends():
             raise ValueError(
                 f"the verdict is on {verdict.backend!r}, whose module is only run if you name it: --backend"
@@ -71,7 +99,7 @@ def recipe(given: str, index: int | None, backend: str) -> tuple[Case, str, str]
         return verdict.case, backend or verdict.backend, verdict.status
     if not backend:
         raise ValueError("a case names no backend: say --backend NAME")
-    return Case.from_json(text), backend, ""
+    return _case_of(path) if path is not None else Case.from_json(text), backend, ""
 
 
 def stored(path: Path, index: int | None) -> tuple[str, Verdict]:
@@ -80,7 +108,7 @@ def stored(path: Path, index: int | None) -> tuple[str, Verdict]:
     Of a campaign it is the first failure that was made small; indices count the verdicts before that.
     """
     if not path.is_dir():
-        number, verdict = _pick(path.read_text(encoding="utf-8"), index)
+        number, verdict = _pick(_text_of(path), index, str(path))
         return f"{path}, line {number}", verdict
     directory = RunDirectory(path)
     if directory.manifest and index is None and (failures := directory.failures()):
@@ -105,14 +133,17 @@ def _is_case(text: str) -> bool:
     return not (isinstance(data, dict) and "case" in data)
 
 
-def _pick(text: str, index: int | None) -> tuple[int, Verdict]:
+def _pick(text: str, index: int | None, where: str) -> tuple[int, Verdict]:
     """Line ``index`` of verdicts as JSON; without one the first that is broken, or else the first."""
     lines = text.splitlines()
     if not lines:
-        raise ValueError("no verdicts: the file is empty")
+        raise ValueError(f"{where}: no verdicts: the file is empty")
     if index is not None and index >= len(lines):
-        raise ValueError(f"--index {index}: there are {len(lines)} lines, counted from 0")
-    verdicts = [Verdict.from_json(line) for line in lines]
+        raise ValueError(f"--index {index}: {where}: there are {len(lines)} lines, counted from 0")
+    verdicts = []
+    for line, text in enumerate(lines, 1):
+        with _named(f"{where}, line {line}"):
+            verdicts.append(Verdict.from_json(text))
     broken = (i for i, verdict in enumerate(verdicts) if verdict.status in BROKEN)
     number = index if index is not None else next(broken, 0)
     return number, verdicts[number]

@@ -32,7 +32,8 @@ def record_command(
         if not texts:
             raise ValueError("nothing to record: give --prompt TEXT or --prompts FILE")
         config = MLAConfig.from_hf(model)
-        chosen = layer or sorted({0, config.num_layers // 2, config.num_layers - 1})
+        middle = sorted({0, config.num_layers // 2, config.num_layers - 1})
+        chosen = list(dict.fromkeys(layer or middle))
         for index in chosen:
             if not 0 <= index < config.num_layers:
                 raise ValueError(f"--layer {index}: {config.name} has {config.num_layers} layers, from 0")

@@ -8,8 +8,8 @@ names a function, "module:name", which is called with the task's argument and wi
 - Memory: on the CPU the system refuses addresses beyond the limit (RLIMIT_AS), so that an allocation raises
   where it is made. A CUDA context reserves hundreds of gigabytes of addresses, so there the parent watches
   resident memory instead; it does so everywhere for the sum over a worker and its children.
-- A worker's children, and theirs, count with it and are killed with it, in whatever session they are: they are
-  known by a cookie in their environment, or else by their parent or session.
+- A worker's children, and theirs, count with it and are killed with it, in whatever session they are: they
+  are known by a cookie in their environment, or else by their parent or session.
 """
 
 import contextlib
@@ -207,7 +207,7 @@ class Pool:
         self._again: list[Task] = []
         self._failed_starts = 0
         self._scanned = self._looked = time.monotonic()
-        self._owners: dict["_Process", str] = {}
+        self._owners: dict[_Process, str] = {}
 
     def __enter__(self) -> "Pool":
         return self

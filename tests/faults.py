@@ -112,8 +112,7 @@ def allocate_in_children(argument, say):
 
 
 def allocate_elsewhere(argument, say):
-    """In children that moved to a session of their own: one that we still know, one without its environment, and
-    one whose parent is gone."""
+    """In children in sessions of their own: one with our environment, one without, and an orphan."""
     say(STEP, {})
     code = f"import time; kept = bytearray(b'x') * {int(argument)}; time.sleep({FOREVER})"
     environments = {"all": None, "nothing": {}, "orphan": None}

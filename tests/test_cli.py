@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -18,9 +20,10 @@ from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from mla_ref.values import REGIMES
 from oracles.cli import main
+from oracles.console import printable
 from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
 from oracles.oracle import rules
-from oracles.verdict import Verdict
+from oracles.verdict import Verdict, Worst
 from oracles.verify import backends, judge
 from oracles.worker import WorkersError
 
@@ -338,10 +341,9 @@ def test_a_strangers_module_that_does_not_import(source, message, stranger, caps
 
 
 def test_the_installed_command_is_this_one():
-    command = [sys.executable, "-c", "import sys; from oracles.cli import main; sys.exit(main())"]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     words = ["run", "--backend", "no_such_backend"]
-    ran = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=False)
+    ran = subprocess.run([*COMMAND, *words], env=env, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("mla-verify: backend 'no_such_backend'")
     assert "Traceback" not in ran.stderr
@@ -447,3 +449,181 @@ def test_reasons_of_many_backends_take_few_lines(stranger, capsys):
     assert [line for line in lines if "other reasons" in line] == [
         f"{backend}: 33 other reasons (33 cases), told by --json" for backend in (first, second)
     ]
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\nPASS everything\u202e\x9b1m\r"
+
+
+def test_what_a_terminal_would_obey_is_shown_escaped():
+    shown = printable(ESCAPES)
+    assert shown.isprintable()
+    assert shown == r"\x1b]0;owned\x07\x1b[2J\nPASS everything\u202e\x9b1m\r"
+    plain = "ratio 0.5 ≤ µ, 'déjà vu' …"
+    assert printable(plain) == plain
+    assert printable("\ud800") == r"\ud800"
+
+
+@pytest.fixture
+def hostile():
+    """A verdict every text of which is a stranger's."""
+    case = Case(problem="rope", config=replace(PRESETS["a.x-k2"], name=ESCAPES), q_lens=(1,), kv_lens=(1,))
+    texts = dict.fromkeys(("backend", "variant", "oracle", "detail", "device"), ESCAPES)
+    worst = Worst(tensor=ESCAPES, index=(ESCAPES,), got=1.0, want=0.0, bound=0.1, ratio=10.0, place=ESCAPES)
+    return Verdict(status="fail", case=case, worst=worst, **texts)
+
+
+def obeyed(text):
+    return [c for c in text if not c.isprintable() and c != "\n"]
+
+
+def test_strangers_files_cannot_command_the_terminal(hostile, tmp_path, capsys):
+    (tmp_path / "verdicts").write_text(hostile.to_json() + "\n", encoding="utf-8")
+    (tmp_path / "case").write_text(hostile.case.to_json(), encoding="utf-8")
+    assert main(["show", str(tmp_path / "verdicts")]) == 0
+    assert main(["replay", str(tmp_path / "verdicts")]) == 2
+    assert main(["replay", str(tmp_path / "case"), "--backend", "mla_ref.rope", "--oracle", "value"]) == 0
+    assert main(["replay", str(tmp_path / "case"), "--backend", ESCAPES]) == 2
+    assert main(["run", "--case", json.dumps({ESCAPES: 1})]) == 2
+    captured = capsys.readouterr()
+    assert obeyed(captured.out) == obeyed(captured.err) == []
+    assert "PASS everything" in captured.out
+    assert not re.search(r"^PASS", captured.out, re.M), "a line of a stranger's own"
+
+
+def test_strangers_kernels_cannot_command_the_terminal(stranger, tmp_path, capsys):
+    source = STRANGER.format(mistake="") + (
+        f"\ndef angry(*_):\n    raise KeyError({ESCAPES!r})\n"
+        f'\nANGRY = Backend({ESCAPES!r}, "latent_attention", angry)\n'
+        f'\nIDLE = Backend("i", "latent_attention", decode, requires=lambda _: {ESCAPES!r})\n'
+    )
+    name, report = stranger(source), tmp_path / "junit.xml"
+    words = ["run", "--backend", f"{name}:ANGRY", "--backend", f"{name}:IDLE", "--oracle", "value", *SMALL]
+    assert main([*words, "--junit", str(report)]) == 1
+    captured = capsys.readouterr()
+    assert obeyed(captured.out) == obeyed(captured.err) == []
+    assert r"unavailable, \x1b]0;owned\x07" in captured.out
+    assert "owned" in report.read_text(encoding="utf-8")
+    ElementTree.parse(report)
+
+
+def test_a_refused_run_loses_nothing(tmp_path, capsys):
+    run = ["run", "--backend", "mla_ref.rope", "--oracle", "value", *SMALL, "--out", str(tmp_path / "run")]
+    assert main(run) == 0
+    kept, new = tmp_path / "kept", tmp_path / "new"
+    kept.write_text("mine")
+    for option in ("--json", "--junit"):
+        for file in (kept, new):
+            assert main([*run, "--seed", "1", option, str(file)]) == 2
+            assert "not the same run" in capsys.readouterr().err
+    assert kept.read_text() == "mine"
+    assert not new.exists()
+    assert main([*run, "--json", str(kept), "--junit", str(new)]) == 0
+    assert len(verdicts_of(kept)) == 36
+    assert ElementTree.parse(new).getroot()[0].get("tests") == "36"
+    assert main([*run, "--json", str(kept), "--junit", str(new)]) == 0
+    assert len(verdicts_of(kept)) == 36, "not replaced, but added to"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "Expecting property name"),
+        (b"", "Expecting value"),
+        (b'{"case":{}}', "case: missing"),
+        (b"[]", "case: expected an object"),
+        (b"7", "case: expected an object"),
+    ],
+)
+def test_a_bad_line_of_cases_is_named(line, message, tmp_path, capsys):
+    file = tmp_path / "cases.jsonl"
+    file.write_bytes(GOOD_CASE.encode() + b"\n" + line + b"\n" + GOOD_CASE.encode() + b"\n")
+    assert main(["run", "--backend", "mla_ref.rope", "--case", str(file)]) == 2
+    assert re.fullmatch(
+        rf"mla-verify: {re.escape(str(file))}, line 2: {message}.*\n", capsys.readouterr().err
+    )
+
+
+def test_a_file_without_a_case_is_named(tmp_path, capsys):
+    for name, content, message in (
+        ("empty.jsonl", b"", "holds no case"),
+        ("binary.jsonl", b"\xff\xfe", "'utf-8' codec can't decode"),
+        ("binary.json", b"\xff\xfe", "'utf-8' codec can't decode"),
+        ("garbage.json", b"certainly", "case: not JSON"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert main(["run", "--backend", "mla_ref.rope", "--case", str(tmp_path / name)]) == 2
+        assert f"mla-verify: {tmp_path / name}: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["run", "--jobs", "1"], ["fuzz", "--budget", "2cases", "--jobs", "1"]])
+def test_a_named_backend_that_is_not_judged_is_told(command, capsys):
+    named = [*command, "--backend", "mla_ref.rope"]
+    assert main([*named, "--oracle", "lse"]) == 3
+    assert "mla_ref.rope: not tried, lse does not judge rope, which it implements" in capsys.readouterr().out
+    assert main([*named, "--problem", "layer"]) == 3
+    assert "mla_ref.rope: not tried, it implements rope, not layer" in capsys.readouterr().out
+    both = [*named, "--backend", "mla_ref.merge_states", "--oracle", "lse", "--oracle", "poison"]
+    small = SMALL[:-2] if command[0] == "run" else []
+    assert main([*both, *small]) == 0
+    out = capsys.readouterr().out
+    assert "mla_ref.rope: not tried, lse and poison do not judge rope, which it implements" in out
+    assert "merge_states: not tried" not in out
+    assert main([*command, *small, "--oracle", "merge_algebra"]) == 0
+    assert "not tried" not in capsys.readouterr().out, "nobody named the others"
+
+
+def test_a_required_backend_that_is_not_judged_is_a_failure(capsys):
+    words = [
+        "run",
+        "--backend",
+        "mla_ref.merge_states",
+        "--require",
+        "mla_ref.rope",
+        "--oracle",
+        "lse",
+        *SMALL,
+    ]
+    assert main(words) == 1
+    assert "mla_ref.rope: not tried, lse does not judge rope" in capsys.readouterr().out
+
+
+def test_a_name_that_is_given_twice_counts_once(tmp_path, capsys):
+    path = tmp_path / "verdicts.jsonl"
+    words = ["--backend", "mla_ref.rope", "--oracle", "value", "--problem", "rope", *SMALL[:-2]]
+    assert main(["run", *words, *words, "--json", str(path), "--jobs", "1"]) == 0
+    assert len(verdicts_of(path)) == 36
+    case = ["--case", GOOD_CASE, "--case", GOOD_CASE]
+    assert main(["run", *words[:4], *case, "--json", str(path), "--jobs", "1"]) == 0
+    assert len(verdicts_of(path)) == 1
+
+
+COMMAND = [sys.executable, "-c", "import sys; from oracles.cli import main; sys.exit(main())"]
+
+
+@pytest.mark.parametrize("words", [["list"], ["run", "--backend", "mla_ref.rope", *SMALL], ["--help"]])
+def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(words):
+    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_an_interrupted_run_is_one_line_and_keeps_what_it_wrote(tmp_path):
+    path = tmp_path / "verdicts.jsonl"
+    words = ["run", "--backend", "mla_ref.layer", "--jobs", "1", "--full", "--json", str(path)]
+    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and (not path.exists() or not path.stat().st_size):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate() == ("", "mla-verify: interrupted\n")
+    assert process.returncode == 130
+    assert verdicts_of(path)
+
+
+def test_a_defect_of_ours_is_neither_a_failed_claim_nor_silent(monkeypatch, capsys):
+    monkeypatch.setattr("oracles.cli.judge_all", lambda *_: 1 / 0)
+    assert main(["run", "--backend", "mla_ref.rope", *SMALL]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.endswith("\nmla-verify: a defect of its own: ZeroDivisionError: division by zero\n")

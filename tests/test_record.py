@@ -2,7 +2,9 @@
 
 import json
 import re
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -73,8 +75,13 @@ def recordings(tmp_path_factory):
     """{(layer, stage): file} of a trained checkpoint, by the command line."""
     out = tmp_path_factory.mktemp("recordings")
     words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    words += [word for layer in LAYERS for word in ("--layer", str(layer))]
-    assert main(["record", str(CHECKPOINTS / "mini"), "--out", str(out), *words]) == 0
+    words += [word for layer in (*LAYERS, *LAYERS) for word in ("--layer", str(layer))]
+    printed = StringIO()
+    with redirect_stdout(printed):
+        assert main(["record", str(CHECKPOINTS / "mini"), "--out", str(out), *words]) == 0
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == len(LAYERS) * len(STAGES) + 1
+    assert lines[-1] == f"{len(lines) - 1} recordings of mini in bfloat16"
     found = {re.fullmatch(r"mini-layer(\d)-(\w+)", path.stem).groups(): path for path in out.iterdir()}
     return {(int(layer), stage): path for (layer, stage), path in found.items()}
 

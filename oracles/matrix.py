@@ -193,6 +193,7 @@ class Job(NamedTuple):
     only: of the oracles, those that are wanted now; turns are those of all of them. Empty: all.
     function: of a backend's functions, the one that is wanted now, its own being ""; None: all.
     by_lot: turns are independent of each other, one function and one costly oracle of each sort at a time.
+    judge_on: where inputs are made and outputs are judged; None: on the device.
     """
 
     case: Case
@@ -203,6 +204,7 @@ class Job(NamedTuple):
     only: tuple[str, ...] = ()
     function: str | None = None
     by_lot: bool = False
+    judge_on: str | None = None
 
 
 def trials(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:

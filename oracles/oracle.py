@@ -27,7 +27,8 @@ class Trial:
     inputs: the case's tensors; an oracle changes copies, never these.
     left: ``inputs`` as the implementation left them, gaps and padding of every storage included.
     expected: what each field of the output may be, under the numerics that the backend declares.
-    device: where the inputs are.
+    device: where the inputs are, and what is returned.
+    runs_on: where the implementation is called; empty: there.
     """
 
     run: Run
@@ -39,6 +40,7 @@ class Trial:
     left: Callable[[], Any]
     expected: Callable[[], Mapping[str, Admissible]]
     device: str = "cpu"
+    runs_on: str = ""
 
 
 @dataclass(frozen=True)

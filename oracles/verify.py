@@ -15,6 +15,7 @@ from mla_ref.case import Case
 from mla_ref.problem import Problem, problem
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.compare import why_not_comparable
+from oracles.mirror import Mirror
 from oracles.oracle import Oracle, Trial, private_copy, rules
 from oracles.probes import admitted, materialized
 from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict
@@ -88,18 +89,30 @@ class _Malformed(Exception):
 
 
 def judge(
-    backend: Backend, case: Case, *, device: str = "cpu", oracles: Iterable[str] | None = None
+    backend: Backend,
+    case: Case,
+    *,
+    device: str = "cpu",
+    oracles: Iterable[str] | None = None,
+    judge_on: str | None = None,
 ) -> list[Verdict]:
     """One verdict for each variant and oracle; whatever did not run says so, and why.
+
+    device: where the implementation runs. judge_on: where inputs are made and outputs judged; None: there.
 
     Raises: ValueError if the case is of another problem, or an oracle does not judge it. Nothing that the
     backend does raises: an exception of its own becomes an "error" verdict.
     """
-    return list(judgements(backend, case, device=device, oracles=oracles))
+    return list(judgements(backend, case, device=device, oracles=oracles, judge_on=judge_on))
 
 
 def judgements(
-    backend: Backend, case: Case, *, device: str = "cpu", oracles: Iterable[str] | None = None
+    backend: Backend,
+    case: Case,
+    *,
+    device: str = "cpu",
+    oracles: Iterable[str] | None = None,
+    judge_on: str | None = None,
 ) -> Iterator[Verdict]:
     """The verdicts of ``judge``, each as soon as it is known."""
     if case.problem != backend.problem:
@@ -117,7 +130,7 @@ def judgements(
         if reason is not None:
             yield from (_verdict(status, backend, name, o, case, device, reason) for o in wanted)
         else:
-            yield from _judge_variant(backend, name, fn, contract, case, device, wanted)
+            yield from _judge_variant(backend, name, fn, contract, case, device, wanted, judge_on)
 
 
 def _judge_variant(
@@ -128,8 +141,11 @@ def _judge_variant(
     case: Case,
     device: str,
     wanted: list[Oracle],
+    judge_on: str | None,
 ) -> Iterator[Verdict]:
-    inputs = materialized(case, device)  # implementations see copies, so all of them may share these
+    here = judge_on or device
+    mirror = Mirror(here, device) if here != device else None
+    inputs = materialized(case, here)  # implementations see copies, so all of them may share these
     runs: list[tuple[Any, Any]] = []
 
     @cache
@@ -137,20 +153,26 @@ def _judge_variant(
         if contract.name not in ADMISSIBLE:
             return {}
         if not contract.writes:
-            return admitted(materialized, case, device, backend.numerics)
+            return admitted(materialized, case, here, backend.numerics)
         written = {name: getattr(left(), name) for name in contract.writes}
         return ADMISSIBLE[contract.name](inputs._replace(**written), backend.numerics)
 
     def call(given: Any) -> Any:
+        there = given if mirror is None else mirror.sent(given)
         if not contract.writes:
-            _foul(expected())
+            _foul(expected(), device)
         try:
-            output = fn(*given)
+            output = fn(*there)
             if torch.device(device).type == "cuda":
                 torch.cuda.synchronize(device)
         except (Exception, SystemExit) as error:
             raise _Raised(f"{type(error).__name__}: {_line(error)}") from error
-        return _as_output(contract, output)
+        output = _as_output(contract, output)
+        if mirror is None:
+            return output
+        if reason := mirror.why_not_there(output, given):
+            raise _Malformed(reason)
+        return mirror.back(output)
 
     def run(given: Any) -> Any:
         if given is inputs and runs:
@@ -174,19 +196,20 @@ def _judge_variant(
         problem=contract,
         left=left,
         expected=expected,
-        device=device,
+        device=here,
+        runs_on=device,
     )
     for oracle in wanted:
         yield _check(trial, oracle, variant, device)
 
 
-def _foul(outputs: Mapping[str, Admissible]) -> None:
+def _foul(outputs: Mapping[str, Admissible], device: str) -> None:
     """Leave NaN in the memory that an output is likely to get: the allocator's last frees of its size.
 
     Otherwise a row that is never stored may show what an earlier, right call left there.
     """
     for want in outputs.values():
-        torch.full(want.mid.shape, torch.nan, dtype=want.dtype, device=want.mid.device)
+        torch.full(want.mid.shape, torch.nan, dtype=want.dtype, device=device)
 
 
 def _check(trial: Trial, oracle: Oracle, variant: str, device: str) -> Verdict:

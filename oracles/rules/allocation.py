@@ -24,7 +24,7 @@ from oracles.verdict import Finding
 def check(trial: Trial) -> Finding:
     """Allocate nothing, one block, and what was planned; measure each."""
     planned, inputs = trial.run(trial.inputs), trial.inputs
-    device = torch.device(trial.device)
+    device = torch.device(trial.runs_on or trial.device)
     nothing, one = (taken(inputs, num_blocks, device) for num_blocks in (0, 1))
     block_bytes = torch.tensor(one - nothing)
     num_blocks = torch.tensor(max(inputs.budget - nothing, 0) // (one - nothing))

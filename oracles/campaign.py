@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     """What decides every case of a campaign, and how it is judged.
 
     problems: what each backend implements, in the order in which numbers are dealt. oracles: of each problem.
-    num_cases: numbers are below it; None: there is no end.
+    num_cases: numbers are below it; None: there is no end. judge_on: as in ``Job``.
     """
 
     problems: Mapping[str, str]
@@ -64,6 +64,7 @@ class Plan(NamedTuple):
     device: str
     limits: Limits
     num_cases: int | None = None
+    judge_on: str | None = None
 
     def backend(self, number: int) -> str:
         """The one that number ``number`` belongs to."""
@@ -73,7 +74,8 @@ class Plan(NamedTuple):
         """A backend's own function or a variant, with the oracles whose turn it is."""
         spec, index = self.backend(number), number // len(self.problems)
         oracles = self.oracles[self.problems[spec]]
-        return Job(case, (spec,), oracles, self.device, (index, TURNS), by_lot=True)
+        turn = (index, TURNS)
+        return Job(case, (spec,), oracles, self.device, turn, by_lot=True, judge_on=self.judge_on)
 
 
 class _Drawing(NamedTuple):
@@ -116,6 +118,7 @@ def _to_shrink(verdict: Verdict, plan: Plan) -> dict[str, Any]:
         "verdict": json.loads(verdict.to_json()),
         "oracles": [verdict.oracle] if verdict.oracle else plan.oracles[verdict.case.problem],
         "limits": plan.limits,
+        "judge_on": plan.judge_on,
     }
 
 
@@ -321,6 +324,7 @@ def shrunk(argument: Mapping[str, Any], say: Say) -> None:
             return False
         say(STEP, patience)
         job = Job(case, (verdict.backend,), tuple(argument["oracles"]), verdict.device, function=variant)
+        job = job._replace(judge_on=argument.get("judge_on"))
         for found in judged(job):
             if found.status == verdict.status:
                 say(ITEM, json.loads(found.to_json()))

@@ -174,6 +174,7 @@ def run(
     oracle: OnlyOracles = None,
     case: Annotated[Names, typer.Option(help="A file, a case or corpus, not the matrix; repeatable.")] = None,
     device: Device = "cpu",
+    judge_on: fuzz_cli.JudgeOn = fuzz_cli.ON_DEVICE,
     seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
     full: Annotated[bool, typer.Option("--full", help="Variants and oracles take no turns.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Every core for cpu, 1 else.")] = None,
@@ -224,12 +225,15 @@ def run(
                     full=full,
                     implemented=implemented,
                 )
+            todo = [job._replace(judge_on=fuzz_cli.judging_on(judge_on)) for job in todo]
             lines, report = (files.enter_context(_output(path)) for path in (json_file, junit_file))
             journal, known = None, {}
             if out is not None:
                 identity = {"kind": "run", "backends": specs, **asked, "oracles": oracle}
                 manifest = manifest_of(
-                    {**identity, "seed": seed, "full": full}, {"engine": "processes", "jobs": workers}, device
+                    {**identity, "seed": seed, "full": full},
+                    {"engine": "processes", "jobs": workers, "judge_on": judge_on},
+                    device,
                 )
                 journal = files.enter_context(open_run(out, manifest))
                 known = {record.number: record.judged() for record in journal.records()}
@@ -333,6 +337,7 @@ def replay(
     backend: Annotated[str, typer.Option(help="A listed name, or module:NAME; else the verdict's.")] = "",
     oracle: OnlyOracles = None,
     device: Device = "cpu",
+    judge_on: fuzz_cli.JudgeOn = fuzz_cli.ON_DEVICE,
     index: Index = None,
     timeout: fuzz_cli.Timeout = "",
     memory: fuzz_cli.Memory = "",
@@ -348,6 +353,7 @@ def replay(
         implemented = problems_of([spec], device, limits)[spec]
         found = served(found, implemented)
         job = job_of(found, spec, oracle, device, implemented)
+        job = job._replace(judge_on=fuzz_cli.judging_on(judge_on))
     [(_, verdicts)] = judge_all([job], 1, limits)
     console = to_stdout()
     write(console, label(found))

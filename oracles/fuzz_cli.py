@@ -46,6 +46,18 @@ Memory = Annotated[
     str, typer.Option(help="Most of one process, such as 8G; else its share of the machine's.")
 ]
 
+JudgeOn = Annotated[
+    str, typer.Option("--judge-on", help="Where inputs are made and outputs judged: device, or cpu.")
+]
+ON_DEVICE, ON_CPU = "device", "cpu"
+
+
+def judging_on(text: str) -> str | None:
+    """What a job says of it. Raises: ValueError that shows the text."""
+    if text not in (ON_DEVICE, ON_CPU):
+        raise ValueError(f"--judge-on {text!r} is neither {ON_DEVICE} nor {ON_CPU}")
+    return ON_CPU if text == ON_CPU else None
+
 
 def duration(text: str) -> float:
     """Seconds: "90s", "10m", "2h", "1.5". Raises: ValueError that shows the text."""
@@ -99,6 +111,7 @@ def fuzz(
     corpus: Annotated[Path | None, typer.Option(help="Append what is made small to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Every case follows from it.")] = 0,
     device: Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")] = "cpu",
+    judge_on: JudgeOn = ON_DEVICE,
     timeout: Timeout = "60s",
     memory: Memory = "",
     engine: Annotated[str, typer.Option(help=f"Where workers run: {', '.join(ENGINES)}.")] = "processes",
@@ -114,10 +127,11 @@ def fuzz(
             kept = None if corpus is None else _cases_in(corpus)
             pool = stack.enter_context(_engine(engine, device, limits, workers))
             plan, reasons = _plan(pool, backend, problem, oracle, seed, device, limits, limit.cases)
+            plan = plan._replace(judge_on=judging_on(judge_on))
             tally = Tally({spec: Count() for spec in plan.problems}, reasons=reasons)
             journal, done = None, frozenset[int]()
             if out is not None and plan.problems:
-                manifest = _manifest(plan, {"engine": engine, "jobs": workers})
+                manifest = _manifest(plan, {"engine": engine, "jobs": workers, "judge_on": judge_on})
                 journal = stack.enter_context(open_run(out, manifest))
                 done = known(plan, journal, tally)
         except ValueError as error:

@@ -3,6 +3,7 @@
 "cpu:0" is the CPU by another name, so that everything is carried from memory to memory without a GPU.
 """
 
+import json
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,11 +12,15 @@ import torch
 
 from mla_ref.problem import problem
 from oracles import mutants
+from oracles.campaign import Plan
+from oracles.cli import main
 from oracles.coverage import draw
 from oracles.mirror import Mirror
 from oracles.oracle import private_copy, rules, storage_bytes
-from oracles.verdict import FAIL
+from oracles.pool import Part, judge_job, judged
+from oracles.verdict import FAIL, PASS
 from oracles.verify import find_backend, judge
+from oracles.worker import ITEM, Limits
 
 HERE, THERE = "cpu:0", "cpu"
 PROBLEMS = ("latent_attention", "paged_attention", "merge_states", "cache_write", "rope", "layer")
@@ -172,6 +177,33 @@ def test_a_mutant_of_memory_is_killed(name):
     mutant = next(m for m in mutants.mutants() if m.name == name)
     verdicts = judge(mutant.backend, mutant.case, oracles=[KILLED[name]], judge_on=HERE)
     assert {v.status for v in verdicts} == {FAIL}
+
+
+@pytest.mark.parametrize(("judge_on", "mirrored"), [(None, 0), ("cpu", 0), (HERE, 1)])
+def test_a_job_says_where_it_is_judged(judge_on, mirrored, monkeypatch, seed):
+    sent, calls = Mirror.sent, []
+
+    def counted(mirror, inputs):
+        calls.append(inputs)
+        return sent(mirror, inputs)
+
+    monkeypatch.setattr(Mirror, "sent", counted)
+    case = draw("merge_states", seed, 0)
+    plan = Plan({"mla_ref.merge_states": case.problem}, {case.problem: ("value",)}, seed, THERE, Limits(60.0))
+    job = plan._replace(judge_on=judge_on).job(0, case)
+    assert [v.status for v in judge_job(job)] == [PASS]
+    argument = json.loads(json.dumps(Part(job).task(0).argument))
+    said = []
+    judged(argument, lambda kind, body: said.append((kind, body)))
+    assert [body["status"] for kind, body in said if kind == ITEM] == [PASS]
+    assert len(calls) == 2 * mirrored
+
+
+@pytest.mark.parametrize("command", ["run", "replay", "fuzz"])
+def test_the_commands_take_the_host_or_the_device(command, capsys):
+    case = [draw("rope", 0, 0).to_json()] if command == "replay" else []
+    assert main([command, *case, "--backend", "mla_ref.rope", "--judge-on", "moon"]) == 2
+    assert "--judge-on 'moon' is neither device nor cpu" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_output_on_another_device_fails(seed):

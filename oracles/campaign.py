@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from mla_ref.case import Case
-from oracles.coverage import draw
+from oracles.coverage import NothingFound, draw
 from oracles.matrix import Job
 from oracles.pool import IMPORT_SECONDS, Part, judge_in, judge_job, judges
 from oracles.run_directory import Failure, Journal, Record, RunDirectory
@@ -33,9 +33,11 @@ from oracles.worker import (
     Engine,
     Limits,
     Outcome,
+    Replace,
     Say,
     Task,
     WorkersError,
+    one_line,
 )
 
 # Cases of one drawing, and how many of a backend are to wait for each worker.
@@ -261,20 +263,26 @@ def _deal(deck: _Deck, work: _Drawing, outcome: Outcome, tally: Tally) -> None:
     backend = deck.backends[list(deck.plan.problems).index(spec)]
     if outcome.end == DONE:
         backend.drawing = False
-        cases = [Case.from_json(json.dumps(body)) for kind, body in outcome.messages if kind == ITEM]
-        for number, case in zip(work.numbers, cases, strict=True):
-            backend.ready.append(_Judging(number, Part(deck.plan.job(number, case))))
-    elif work.careless:
-        raise WorkersError(f"drawing cases: {outcome.why}")
-    elif outcome.end == RAISED and (STEP, DRAWING) in outcome.messages:
-        backend.over = True
-        tally.reasons[spec] = outcome.why.removeprefix("ValueError: ")
+        for number, (_, body) in zip(
+            work.numbers, (message for message in outcome.messages if message[0] == ITEM), strict=False
+        ):
+            if isinstance(body, str):
+                backend.over = True
+                tally.reasons[spec] = body
+            else:
+                case = Case.from_json(json.dumps(body))
+                backend.ready.append(_Judging(number, Part(deck.plan.job(number, case))))
+    elif work.careless or (outcome.end == RAISED and (STEP, DRAWING) in outcome.messages):
+        # A backend's own code raises nothing there, and is not even called where no care is taken.
+        raise WorkersError(f"drawing cases of {deck.plan.problems[spec]} for {spec}: {outcome.why}")
     else:
         deck.first.append(work._replace(careless=True))
 
 
 def _smaller(work: _Shrinking, outcome: Outcome) -> Failure:
-    """The last case that still failed, however the search for a smaller one ended."""
+    """The last case that still failed, however the search for a smaller one ended, unless we are at fault."""
+    if outcome.end == RAISED:
+        raise WorkersError(f"making a failure of {work.verdict.backend} small: {outcome.why}")
     for kind, body in reversed(outcome.messages):
         if kind == ITEM:
             return Failure(work.kind, Verdict.from_json(json.dumps(body)))
@@ -282,13 +290,22 @@ def _smaller(work: _Shrinking, outcome: Outcome) -> Failure:
 
 
 def drawn(argument: Mapping[str, Any], say: Say) -> None:
-    """In a worker: cases, one after the other."""
+    """In a worker: cases, one after the other, and, instead of the first that cannot be found, why.
+
+    Whatever is raised here is raised by our own code: see ``_supports``.
+    """
     say(STEP, {PATIENCE: IMPORT_SECONDS})
     spec = argument["backend"]
     supports = None if spec is None else _supports(spec)
     say(STEP, DRAWING)
     for index in argument["indices"]:
-        case = draw(argument["problem"], argument["seed"], index, supports)
+        try:
+            case = draw(argument["problem"], argument["seed"], index, supports)
+        except NothingFound as error:
+            say(ITEM, str(error))
+            return
+        except MemoryError as error:
+            raise Replace(f"no memory to draw in: {one_line(error)}") from None
         say(STEP, DRAWING)
         say(ITEM, json.loads(case.to_json()))
 
@@ -301,7 +318,7 @@ def _supports(spec: str) -> Callable[[Case], str | None]:
     def supports(case: Case) -> str | None:
         try:
             return backend.supports(case)
-        except (Exception, SystemExit):
+        except BaseException:
             return None
 
     return supports
@@ -325,14 +342,21 @@ def shrunk(argument: Mapping[str, Any], say: Say) -> None:
         say(STEP, patience)
         job = Job(case, (verdict.backend,), tuple(argument["oracles"]), verdict.device, function=variant)
         job = job._replace(judge_on=argument.get("judge_on"))
-        for found in judged(job):
+        try:
+            verdicts = judged(job)
+        except BaseException:  # what it means on this case was told when the first of its kind was judged
+            return False
+        for found in verdicts:
             if found.status == verdict.status:
                 say(ITEM, json.loads(found.to_json()))
                 return True
         return False
 
     if not deadly:
-        smallest(verdict.case, lambda case: fails(judge_job, case))
+        try:
+            smallest(verdict.case, lambda case: fails(judge_job, case))
+        except MemoryError as error:
+            raise Replace(f"no memory to make it small in: {one_line(error)}") from None
         return
     with judges(1, verdict.device, limits) as pool:
         smallest(verdict.case, lambda case: fails(lambda job: next(judge_in(pool, [job]))[1], case))

@@ -56,7 +56,7 @@ from oracles.console import (
 from oracles.junit import to_junit
 from oracles.lookup import cases_in, recipe, stored
 from oracles.matrix import Job, job_of, jobs_of, jobs_on
-from oracles.pool import judge_all, problems_of
+from oracles.pool import described, judge_all, sources_of
 from oracles.run_directory import Journal, manifest_of, open_run, record_of
 from oracles.tables import TABLES
 from oracles.verdict import BROKEN, CRASH, HELD, NOT_RUN, TIMEOUT, Verdict
@@ -205,7 +205,8 @@ def run(
                 "formats": _once(format_) or list(formats()),
             }
             oracle = _once(oracle)
-            implemented = problems_of(specs, device, limits)
+            asked_of = described(specs, device, limits)
+            implemented = {spec: of.problem for spec, of in asked_of.items()}
             if case:
                 found = (
                     found for name in case for found in cases_in(name, asked["problems"], _once(format_))
@@ -229,11 +230,10 @@ def run(
             lines, report = (files.enter_context(_output(path)) for path in (json_file, junit_file))
             journal, known = None, {}
             if out is not None:
-                identity = {"kind": "run", "backends": specs, **asked, "oracles": oracle}
+                identity: dict[str, object] = {"kind": "run", "backends": specs, **asked, "oracles": oracle}
+                identity |= {"seed": seed, "full": full, "sources": sources_of(asked_of)}
                 manifest = manifest_of(
-                    {**identity, "seed": seed, "full": full},
-                    {"engine": "processes", "jobs": workers, "judge_on": judge_on},
-                    device,
+                    identity, {"engine": "processes", "jobs": workers, "judge_on": judge_on}, device
                 )
                 journal = files.enter_context(open_run(out, manifest))
                 known = {record.number: record.judged() for record in journal.records()}
@@ -350,7 +350,7 @@ def replay(
         found, spec, status = recipe(case, index, backend)
         deadly = status in (CRASH, TIMEOUT)
         limits = _limits(1, device, deadly if isolate is None else isolate, timeout, memory)
-        implemented = problems_of([spec], device, limits)[spec]
+        implemented = described([spec], device, limits)[spec].problem
         found = served(found, implemented)
         job = job_of(found, spec, oracle, device, implemented)
         job = job._replace(judge_on=fuzz_cli.judging_on(judge_on))

@@ -34,12 +34,16 @@ Supports = Callable[[Case], str | None]
 Pairs = npt.NDArray[np.bool_]
 
 
+class NothingFound(ValueError):
+    """A backend takes none of the cases that were tried."""
+
+
 def draw(problem: str, seed: int, index: int, supports: Supports | None = None) -> Case:
     """Case ``index`` of the endless sequence that belongs to ``seed``.
 
     supports: a backend's; only cases that it takes are drawn.
 
-    Raises: ValueError if no case is found that it takes.
+    Raises: NothingFound if there is no case that it takes.
     """
     large = index % LARGE_EVERY == LARGE_EVERY - 1
     number = index // LARGE_EVERY if large else index - index // LARGE_EVERY
@@ -75,7 +79,7 @@ def _space(problem: str, supports: Supports | None, limit: int) -> _Space:
         case = _attempt(space, values, stream)
         if case is not None:
             return space._replace(plain=tuple(values), plainest=case)
-    raise ValueError(f"{problem}: none of {SEARCH} random cases is supported")
+    raise NothingFound(f"{problem}: none of {SEARCH} random cases is supported")
 
 
 def _attempt(space: _Space, values: Sequence[int], stream: Random) -> Case | None:
@@ -199,7 +203,7 @@ def covered(problem: str, cases: Iterable[Case], supports: Supports | None = Non
 
     supports: a backend's; what it does not take is not counted as missing.
 
-    Raises: ValueError if no case is found that it takes.
+    Raises: NothingFound if there is no case that it takes.
     """
     space = _space(problem, supports, ANY_SIZE)
     possible, first = _possible(space), _firsts(space)

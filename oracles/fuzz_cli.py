@@ -26,7 +26,7 @@ from oracles.console import cell, describe, label, left_out, python_code, to_std
 from oracles.corpus import Entry, read
 from oracles.oracle import rules
 from oracles.plan_cli import size
-from oracles.pool import describe_all, judges
+from oracles.pool import describe_all, judges, sources_of
 from oracles.ray_engine import ray_engine
 from oracles.run_directory import Failure, manifest_of, open_run
 from oracles.tally import Count, Tally
@@ -126,12 +126,12 @@ def fuzz(
             limits = Limits(duration(timeout), memory_size(memory) if memory else share_of_memory(workers))
             kept = None if corpus is None else _cases_in(corpus)
             pool = stack.enter_context(_engine(engine, device, limits, workers))
-            plan, reasons = _plan(pool, backend, problem, oracle, seed, device, limits, limit.cases)
+            plan, reasons, sources = _plan(pool, backend, problem, oracle, seed, device, limits, limit.cases)
             plan = plan._replace(judge_on=judging_on(judge_on))
             tally = Tally({spec: Count() for spec in plan.problems}, reasons=reasons)
             journal, done = None, frozenset[int]()
             if out is not None and plan.problems:
-                manifest = _manifest(plan, {"engine": engine, "jobs": workers, "judge_on": judge_on})
+                manifest = _manifest(plan, sources, {"engine": engine, "jobs": workers, "judge_on": judge_on})
                 journal = stack.enter_context(open_run(out, manifest))
                 done = known(plan, journal, tally)
         except ValueError as error:
@@ -157,8 +157,11 @@ def _plan(
     device: str,
     limits: Limits,
     num_cases: int | None,
-) -> tuple[Plan, dict[str, str]]:
-    """What is to be done, and why some backends are not tried. Raises: ValueError on a name that is none."""
+) -> tuple[Plan, dict[str, str], dict[str, str]]:
+    """What is to be done, why some backends are not tried, and digests of strangers' sources.
+
+    Raises: ValueError on a name that is none.
+    """
     for name in named or ():
         find_problem(name)
     for name in oracles or ():
@@ -181,15 +184,20 @@ def _plan(
     reasons |= {
         spec: f"unavailable, {found.unavailable}" for spec, found in wanted.items() if found.unavailable
     }
-    return Plan(runs, claims, seed, device, limits, num_cases), reasons
+    return (
+        Plan(runs, claims, seed, device, limits, num_cases),
+        reasons,
+        sources_of({spec: described[spec] for spec in runs}),
+    )
 
 
-def _manifest(plan: Plan, partition: dict[str, object]) -> dict[str, object]:
+def _manifest(plan: Plan, sources: dict[str, str], partition: dict[str, object]) -> dict[str, object]:
     run = {
         "kind": "fuzz",
         "backends": list(plan.problems),
         "oracles": {name: list(oracles) for name, oracles in plan.oracles.items()},
         "seed": plan.seed,
+        "sources": sources,
     }
     return manifest_of(run, partition, plan.device)
 

@@ -8,9 +8,11 @@ next function is judged in a fresh process.
 import contextlib
 import json
 import os
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from mla_ref.case import Case
 from mla_ref.problem import problems
 from oracles.matrix import Job, load, trials
 from oracles.oracle import rules
+from oracles.sources import digest_of
 from oracles.verdict import CRASH, ERROR, TIMEOUT, Verdict
 from oracles.verify import BACKEND_PACKAGES, DEFAULT, find_backend, judgements, use_device
 from oracles.worker import (
@@ -181,7 +184,7 @@ def judged(argument: Mapping[str, Any], say: Say) -> None:
             if at == 0 and trial < skip:
                 continue
             say(STEP, {"trial": trial, "variant": name or DEFAULT, "oracles": oracles})
-            for verdict in _claims(job, spec, backend, name, oracles):
+            for verdict in _blamed(_claims(job, spec, backend, name, oracles)):
                 lost = why_lost(job.device) if verdict.status == ERROR else None
                 if lost is not None:
                     say(ITEM, replace(verdict, status=CRASH, detail=lost).without_case())
@@ -190,6 +193,20 @@ def judged(argument: Mapping[str, Any], say: Say) -> None:
             if (lost := why_lost(job.device)) is not None:
                 say(ITEM, _unusable(job, spec, name, lost).without_case())
                 raise Replace(lost)
+
+
+class InTheJudge(RuntimeError):
+    """What the judge's own code raised, and where, while it judged a backend."""
+
+
+def _blamed(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+    """The same; an error that is none of the backend's is told from one that is. Raises: InTheJudge."""
+    try:
+        yield from verdicts
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.name}, {Path(place.filename).name}:{place.lineno}"
+        raise InTheJudge(f"{type(error).__name__} in {where}: {one_line(error)}") from error
 
 
 def _job(argument: Mapping[str, Any]) -> Job:
@@ -247,28 +264,40 @@ def ready(argument: Mapping[str, Any], say: Say) -> None:
 
 
 class Described(NamedTuple):
-    """What a backend says of itself. unavailable: why it cannot run on the device, or None."""
+    """What a backend is. unavailable: why it cannot run on the device, or None.
+
+    source: ``sources.digest_of`` a stranger's; of the house's, "", since ``run_directory.versions`` has that.
+    """
 
     problem: str
     unavailable: str | None
+    source: str
 
 
-def problems_of(specs: Sequence[str], device: str, limits: Limits | None) -> dict[str, str]:
-    """Which problem each backend implements; a stranger's is imported in a worker, if limits are given.
+def described(specs: Sequence[str], device: str, limits: Limits | None) -> dict[str, Described]:
+    """What each backend is; a stranger's is imported in a worker, if limits are given.
 
     Raises: ValueError in one line that names the backend, whatever its import does.
     """
-    house = [spec for spec in specs if limits is None or spec.split(".")[0] in BACKEND_PACKAGES]
-    found = {spec: load(spec).problem for spec in house}
+    here = [spec for spec in specs if limits is None or _of_the_house(spec)]
+    found = {spec: _described(spec, device) for spec in here}
     if limits is not None and len(found) < len(specs):
         with judges(1, device, limits) as pool:
-            strangers = describe_all(pool, [spec for spec in specs if spec not in found], device)
-        found |= {spec: described.problem for spec, described in strangers.items()}
+            found |= describe_all(pool, [spec for spec in specs if spec not in found], device)
     return {spec: found[spec] for spec in specs}
 
 
+def sources_of(found: Mapping[str, Described]) -> dict[str, str]:
+    """The digest of each stranger's backend, as a manifest holds it."""
+    return {spec: of.source for spec, of in found.items() if of.source}
+
+
+def _of_the_house(spec: str) -> bool:
+    return spec.partition(":")[0].partition(".")[0] in BACKEND_PACKAGES
+
+
 def describe_all(engine: Engine, specs: Sequence[str], device: str) -> dict[str, Described]:
-    """What each backend says of itself in a worker. Raises: ValueError as ``problems_of`` does."""
+    """What each backend is, asked in a worker. Raises: ValueError as ``described`` does."""
     argument = {"device": device, PATIENCE: IMPORT_SECONDS}
     todo = [Task("oracles.pool:describe", {**argument, "spec": spec}) for spec in specs]
 
@@ -288,9 +317,14 @@ def describe_all(engine: Engine, specs: Sequence[str], device: str) -> dict[str,
 
 
 def describe(argument: Mapping[str, Any], say: Say) -> None:
-    """In a worker: what a backend says of itself. One that raises when it is asked will do so when judged."""
+    """In a worker: what a backend is."""
     say(STEP, {PATIENCE: argument[PATIENCE]})
-    backend, unavailable = load(argument["spec"]), None
+    say(ITEM, _described(argument["spec"], argument["device"]))
+
+
+def _described(spec: str, device: str) -> Described:
+    """Asked here. A backend that raises when it is asked what it requires will do so when it is judged."""
+    backend, unavailable = load(spec), None
     with contextlib.suppress(Exception, SystemExit):
-        unavailable = backend.requires(torch.device(argument["device"]).type)
-    say(ITEM, [backend.problem, unavailable])
+        unavailable = backend.requires(torch.device(device).type)
+    return Described(backend.problem, unavailable, "" if _of_the_house(spec) else digest_of(spec))

@@ -27,7 +27,18 @@ from oracles.run_directory import VERDICTS, RunDirectory, manifest_of, open_run
 from oracles.tally import Count, Tally, kind_of
 from oracles.verdict import BROKEN, CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict, Worst
 from oracles.verify import judge
-from oracles.worker import CRASHED, DONE, ITEM, PATIENCE, RAISED, STEP, Limits, Outcome
+from oracles.worker import (
+    CRASHED,
+    DONE,
+    ITEM,
+    PATIENCE,
+    RAISED,
+    REPLACED,
+    STEP,
+    Limits,
+    Outcome,
+    WorkersError,
+)
 
 ROOT = Path(__file__).parent.parent
 LIMITS = Limits(60.0)
@@ -202,15 +213,130 @@ def test_a_backend_for_which_no_case_is_found_is_not_tried():
         def outcomes(self, source):
             for outcome in super().outcomes(source):
                 drawing = outcome is not None and outcome.task.handler.endswith("drawn")
-                yield (
-                    Outcome(outcome.task, [(STEP, campaign_module.DRAWING)], RAISED, "ValueError: rope: none")
-                    if drawing
-                    else outcome
-                )
+                yield Outcome(outcome.task, [(ITEM, "rope: none")], DONE) if drawing else outcome
 
     tally, _ = run(plan_of(None), engine=Nothing())
     assert tally.reasons == {"mla_ref.rope": "rope: none"}
     assert tally.total("cases") == 0
+
+
+def told(handler, argument):
+    said = []
+    HANDLERS[handler](argument, lambda kind, body: said.append((kind, body)))
+    return said
+
+
+def test_why_no_case_is_found_is_told_after_those_that_were(monkeypatch):
+    def some(problem, seed, index, supports):
+        if index == 2:
+            raise campaign_module.NothingFound("rope: none")
+        return draw(problem, seed, index, supports)
+
+    monkeypatch.setattr(campaign_module, "draw", some)
+    tally, _ = run(plan_of(None))
+    assert tally.reasons == {"mla_ref.rope": "rope: none"}
+    assert tally.total("cases") == 2
+
+
+@pytest.mark.parametrize("what", ["KeyboardInterrupt", "SystemExit", "LookupError", "GeneratorExit"])
+def test_what_supports_raises_is_left_to_the_judge(what, tmp_path, monkeypatch):
+    source = STRANGER.format(wrong=0, raises=0, dies=0, hangs=0)
+    asked = (
+        f"def asked(case):\n    raise {what}('asked')\nBACKEND = Backend('s', 'rope', fn, supports=asked)\n"
+    )
+    (tmp_path / f"liar_{what}.py").write_text(source + asked)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = told("drawn", {"backend": f"liar_{what}", "problem": "rope", "seed": 0, "indices": [0, 1]})
+    assert [json.dumps(body) for kind, body in said if kind == ITEM] == [
+        json.dumps(json.loads(draw("rope", 0, index).to_json())) for index in (0, 1)
+    ]
+
+
+class Raising(Inline):
+    """What a handler raises is its task's end, as in a worker."""
+
+    def outcomes(self, source):
+        while (task := source(0)) is not None:
+            messages = []
+            try:
+                HANDLERS[task.handler.partition(":")[2]](
+                    json.loads(json.dumps(task.argument)),
+                    lambda kind, body, to=messages: to.append((kind, json.loads(json.dumps(body)))),
+                )
+                yield Outcome(task, messages, DONE)
+            except campaign_module.Replace as error:
+                yield Outcome(task, messages, REPLACED, str(error))
+            except Exception as error:
+                yield Outcome(task, messages, RAISED, f"{type(error).__name__}: {error}")
+
+
+def test_a_defect_of_ours_while_a_case_is_drawn_ends_the_campaign(monkeypatch):
+    """It is no reason for which a backend is not tried, nor is the case drawn without the backend."""
+    monkeypatch.setattr(campaign_module, "draw", lambda *_: [][0])
+    with pytest.raises(
+        WorkersError, match=r"drawing cases of rope for mla_ref\.rope: IndexError: list index"
+    ):
+        run(plan_of(3), engine=Raising())
+
+
+def test_want_of_memory_while_a_case_is_drawn_is_no_defect_of_ours(monkeypatch):
+    """What a backend's supports() keeps may be the cause, so it is drawn again without it."""
+
+    def starved(problem, seed, index, supports):
+        if supports is not None:
+            raise MemoryError
+        return draw(problem, seed, index)
+
+    monkeypatch.setattr(campaign_module, "draw", starved)
+    tally, _ = run(plan_of(3), engine=Raising())
+    assert (tally.total("cases"), tally.reasons) == (3, {})
+
+
+def test_a_defect_of_ours_while_a_failure_is_made_small_ends_the_campaign(tmp_path, monkeypatch):
+    (tmp_path / "liar_defect.py").write_text(STRANGER.format(wrong=4, raises=0, dies=0, hangs=0))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(campaign_module, "smallest", lambda *_: [][0])
+    plan = plan_of(40)._replace(problems={"liar_defect": "rope"})
+    with pytest.raises(WorkersError, match=r"making a failure of liar_defect small: IndexError: list index"):
+        run(plan, engine=Raising())
+
+
+def test_what_the_judge_itself_raises_is_told_from_what_a_backend_does(monkeypatch):
+    def broken(*_, **__):
+        raise LookupError("lost")
+        yield
+
+    monkeypatch.setattr("oracles.pool.judgements", broken)
+    tally, _ = run(plan_of(1), engine=Raising())
+    [kind] = tally.found
+    detail = tally.first[kind].detail
+    assert re.fullmatch(r"InTheJudge: LookupError in broken, test_campaign\.py:\d+: lost", detail)
+
+
+def test_a_run_does_not_go_on_once_a_strangers_source_was_edited(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    kernel, part = tmp_path / "edited_kernel.py", tmp_path / "edited_part.py"
+    kernel.write_text("from edited_part import BACKEND\n")
+    part.write_text(STRANGER.format(wrong=0, raises=0, dies=0, hangs=0))
+    words = ["--backend", "edited_kernel", "--oracle", "value", "--jobs", "1", "--out"]
+    run_words = ["run", "--preset", "a.x-k2", "--format", "bf16", *words, "run"]
+    fuzz_words = ["fuzz", "--budget", "2cases", *words, "fuzz"]
+    isolated = ["run", "--isolate", *run_words[1:]]
+    for command in (run_words, fuzz_words, isolated):
+        assert main(command) == 0
+    before = RunDirectory(tmp_path / "run").manifest["run"]["sources"]
+    assert RunDirectory(tmp_path / "fuzz").manifest["run"]["sources"] == before
+    capsys.readouterr()
+    text = part.read_text()
+    part.write_text(text + "\n# edited\n")
+    for command in (run_words, fuzz_words, isolated):
+        assert main(command) == 2
+        told = capsys.readouterr().err
+        assert re.search(
+            r'its sources is \{"edited_kernel": "(\w+)"\}, not \{"edited_kernel": "(?!\1)\w+"\}', told
+        )
+    part.write_text(text)
+    assert main(run_words) == 0
 
 
 def failing(case, oracle="value", variant="default"):

@@ -1,0 +1,89 @@
+"""What a stranger's backend is made of: one digest of its module and of all that it imports from beside it.
+
+Beside it is what has the same top-level package, or, for a module that is in none, lies in its folder. What
+is read otherwise (sources of compiled extensions, configuration, names that are put together) is not known.
+"""
+
+import ast
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+
+
+def digest_of(spec: str) -> str:
+    """Of the files that a backend's module, imported before, and what it imports from beside it came from."""
+    name = spec.partition(":")[0]
+    file = getattr(sys.modules[name], "__file__", None)
+    if file is None:
+        return ""
+    root = _root(name, Path(file).resolve())
+    digest = hashlib.sha256()
+    for path, text in sorted(_closure(name, root).items()):
+        digest.update(f"{path.relative_to(root)}\0".encode() + text + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _root(name: str, file: Path) -> Path:
+    """The folder in which the top-level package or module lies."""
+    depth = name.count(".") + (file.stem == "__init__")
+    return file.parents[depth]
+
+
+def _closure(name: str, root: Path) -> dict[Path, bytes]:
+    """Each file and what is in it: of what is imported now, and of what their text imports, however late."""
+    top = name.partition(".")[0]
+    todo = [
+        (other, Path(file).resolve())
+        for other, module in list(sys.modules.items())
+        if other == name or other.partition(".")[0] == top or top == name
+        for file in (getattr(module, "__file__", None),)
+        if file is not None and Path(file).is_absolute() and Path(file).is_file()
+    ]
+    found: dict[Path, bytes] = {}
+    while todo:
+        module, path = todo.pop()
+        if path in found or not _beside(path, root, top, alone=top == name):
+            continue
+        found[path] = path.read_bytes()
+        package = module if path.stem == "__init__" else module.rpartition(".")[0]
+        for imported in _imports(found[path], package) if path.suffix == ".py" else ():
+            place = root.joinpath(*imported.split("."))
+            todo += [
+                (imported, file)
+                for file in (place.with_name(f"{place.name}.py"), place / "__init__.py")
+                if file.is_file()
+            ]
+    return found
+
+
+def _beside(path: Path, root: Path, top: str, alone: bool) -> bool:
+    """Whether a file is a stranger's own. alone: of a module in no package, so that its folder counts."""
+    if root not in path.parents:
+        return False
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")}
+    if root not in installed and not installed.isdisjoint(path.parents):
+        return False
+    first = path.relative_to(root).parts[0]
+    return first in (top, f"{top}{path.suffix}") or (alone and root not in installed)
+
+
+def _imports(text: bytes, package: str) -> Iterator[str]:
+    """Names of modules, or of what is in one, that a text of Python imports anywhere."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            relative = "." * node.level + (node.module or "")
+            try:
+                base = resolve_name(relative, package) if node.level else relative
+            except ImportError:
+                continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)

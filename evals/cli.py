@@ -12,10 +12,14 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="gsm8k: paired decisions and what they can see."
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # the last line of an error is then the error
+    help="gsm8k: paired decisions and what they can see.",
 )
 
 REFUSED = 3
+FLOATING = ("float32", "bfloat16", "float16")
 EXIT = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
 
 
@@ -69,6 +73,8 @@ def published(
 
 
 Folder = Annotated[str, typer.Argument(help="mini, geom, or a checkpoint's folder.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
+ModelDtype = Annotated[str, typer.Option(help="Of everything but attention: float32, bfloat16, float16.")]
 PATH_HELP = "As printed: 'decode=mla_ref.absorbed prefill=mla_ref.chunked chunk=128'; else the reference."
 
 
@@ -79,7 +85,8 @@ def trial(
     questions: Annotated[int, typer.Option(min=0, help="Asked through lm_eval; 0 leaves tier 3 out.")] = 60,
     margin: Annotated[float, typer.Option(help="The largest loss of accuracy that is accepted.")] = 0.05,
     out: Annotated[Path | None, typer.Option(help="Keep lm_eval's runs here; they resume.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
+    device: Device = "cpu",
+    model_dtype: ModelDtype = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Hold an attention path to the definition of MLA: its layers, its logits, its answers.
@@ -90,7 +97,9 @@ def trial(
     from evals.path import parse
 
     with _refusing("trial"), _folder_or_temporary(out) as folder:
-        result = trials.judge(_checkpoint(checkpoint), parse(path), questions, folder, margin, device)
+        result = trials.judge(
+            _checkpoint(checkpoint), parse(path), questions, folder, margin, device, _floating(model_dtype)
+        )
     typer.echo(trials.as_json(result) if as_json else "\n".join(trials.report(result)))
     raise typer.Exit(EXIT[result.outcome])
 
@@ -122,7 +131,7 @@ def bugs(
     checkpoint: Folder = "mini",
     questions: Annotated[int, typer.Option(min=1, help="Asked of each path through lm_eval.")] = 200,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
+    device: Device = "cpu",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows here.")] = None,
 ) -> None:
     """Show which tier sees which of the planted bugs, and that right paths pass.
@@ -144,12 +153,54 @@ def bugs(
 
 
 @app.command()
-def calibrate(checkpoint: Folder) -> None:
+def survey(
+    checkpoint: Folder,
+    out: Annotated[Path, typer.Option(help="lm_eval's runs; an interrupted command resumes.")],
+    questions: Annotated[int, typer.Option(min=1, help="Asked of each path through lm_eval.")] = 400,
+    only: Annotated[
+        list[str] | None, typer.Option(help="One of the paths by its name; repeatable. All, without it.")
+    ] = None,
+    margin: Annotated[float, typer.Option(help="The largest loss of accuracy that is accepted.")] = 0.05,
+    device: Device = "cpu",
+    jobs: Annotated[int, typer.Option(min=1, help="Paths on trial at a time.")] = 1,
+    seconds: Annotated[float, typer.Option(help="The longest that one path may take.")] = 600.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the record here.")] = None,
+) -> None:
+    """Try every fast path, each in a process of its own; print lm_eval's tables and the paired decisions.
+
+    Exit code: 0 if every path that ran passes, 1 if one fails, 2 if one is inconclusive, 3 if none ran.
+    """
+    from evals import survey as surveys
+
+    with _refusing("survey"):
+        chosen = _chosen(surveys.PATHS, only or [])
+        folder = _checkpoint(checkpoint)
+        for record in surveys.survey(
+            folder, chosen, questions, out, device=device, margin=margin, jobs=jobs, seconds=seconds
+        ):
+            typer.echo(f"{len(record['paths'])} of {len(chosen)} paths", err=True)
+            if json_file is not None:
+                json_file.write_text(f"{json.dumps(record, indent=1)}\n", encoding="utf-8")
+    typer.echo(surveys.markdown(record))
+    found = {row["outcome"] for row in record["paths"] if "outcome" in row}
+    worst = next((outcome for outcome in ("FAIL", "INCONCLUSIVE", "PASS") if outcome in found), "")
+    raise typer.Exit(EXIT[worst] if worst else REFUSED)
+
+
+def _chosen(paths: dict[str, str], only: list[str]) -> dict[str, str]:
+    """The reference and those that are asked for."""
+    if unknown := [name for name in only if name not in paths]:
+        raise ValueError(f"path {unknown[0]!r} is not one of {', '.join(paths)}")
+    return {name: path for name, path in paths.items() if not only or name in only or not path}
+
+
+@app.command()
+def calibrate(checkpoint: Folder, device: Device = "cpu", model_dtype: ModelDtype = "float32") -> None:
     """Measure the noise of right paths again; store it beside the checkpoint with its hash."""
     from evals import trial as trials
 
     with _refusing("calibrate"):
-        trials.calibrate(_checkpoint(checkpoint), typer.echo)
+        trials.calibrate(_checkpoint(checkpoint), typer.echo, device, _floating(model_dtype))
 
 
 @app.command()
@@ -163,8 +214,9 @@ def evaluate(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="The most questions.")] = 1319,
     batch_size: Annotated[int, typer.Option(min=1)] = 20,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
-    model_dtype: Annotated[str, typer.Option(help="Of everything but attention.")] = "float32",
+    device: Device = "cpu",
+    model_dtype: ModelDtype = "float32",
+    chat: Annotated[bool, typer.Option(help="Prompts through the chat template, shots as turns.")] = False,
 ) -> None:
     """Run lm_eval's stock gsm8k with one attention path and print its table; `gate` reads what it writes."""
     from evals.lm import evaluate as run
@@ -182,7 +234,8 @@ def evaluate(
                 limit=limit,
                 batch_size=batch_size,
                 device=device,
-                model_dtype=model_dtype,
+                model_dtype=_floating(model_dtype),
+                chat=chat,
             )
         )
 
@@ -243,6 +296,12 @@ def _folder_or_temporary(folder: Path | None) -> Iterator[Path]:
         return
     with TemporaryDirectory() as made:
         yield Path(made)
+
+
+def _floating(name: str) -> str:
+    if name not in FLOATING:
+        raise ValueError(f"model dtype {name!r} is not one of {', '.join(FLOATING)}")
+    return name
 
 
 def _checkpoint(name: str) -> Path:

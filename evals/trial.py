@@ -3,8 +3,9 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from evals.tiers import (
     shadow,
 )
 from evals.train.examination import held_out
-from evals.train.tokenizer import Encoder
 from mla_ref.formats._e4m3 import E4M3_MAX
 from mla_ref.layer import layer_around
 from mla_ref.naive import naive
@@ -93,14 +93,19 @@ class Outcome:
 
 
 def digest(folder: Path) -> str:
-    """sha256 of the checkpoint's weights."""
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    """sha256 of the checkpoint's weights: of its one file, or of its shards in the order of their names."""
+    total = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as data:
+            while part := data.read(1 << 24):
+                total.update(part)
+    return total.hexdigest()
 
 
-def measured_noise(folder: Path) -> dict[str, Any]:
+def measured_noise(folder: Path, model_dtype: str = "float32") -> dict[str, Any]:
     """The noise that was stored beside a checkpoint.
 
-    Raises: ValueError if there is none, or it was measured on other weights.
+    Raises: ValueError if there is none, or it was measured on other weights or with another type of them.
     """
     file = folder / NOISE
     if not file.is_file():
@@ -108,7 +113,11 @@ def measured_noise(folder: Path) -> dict[str, Any]:
     noise: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if (found := digest(folder)) != noise["sha256"]:
         raise ValueError(
-            f"{folder}/model.safetensors: sha256 is {found[:12]}…, but {NOISE} is of {noise['sha256'][:12]}…"
+            f"{folder}: sha256 of its weights is {found[:12]}…, but {NOISE} is of {noise['sha256'][:12]}…"
+        )
+    if noise["model_dtype"] != model_dtype:
+        raise ValueError(
+            f"{file}: is of a {noise['model_dtype']} model, not of a {model_dtype} one; calibrate it again"
         )
     return noise
 
@@ -120,12 +129,18 @@ def limits(noise: Mapping[str, Any], path: AttentionPath) -> dict[str, float] | 
 
 
 def texts_of(folder: Path, each: int = 1) -> list[Text]:
-    """Prompts and answers of tiers 1 and 2: ``each`` held-out story and list of every length."""
-    from tokenizers import Tokenizer
+    """Prompts and answers of tiers 1 and 2: ``each`` held-out story and list of every length.
 
-    encode = Encoder(Tokenizer.from_file(str(folder / "tokenizer.json")))
-    sets = held_out(encode, SEED, each, NOT_LEARNT, SHOTS)
-    return [Text(question.prompt, question.answer) for asked in sets.values() for question in asked]
+    Prompts begin with what the checkpoint's tokenizer begins every text with.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    begin = tokenizer.encode("")
+    sets = held_out(partial(tokenizer.encode, add_special_tokens=False), SEED, each, NOT_LEARNT, SHOTS)
+    return [
+        Text([*begin, *question.prompt], question.answer) for asked in sets.values() for question in asked
+    ]
 
 
 def measure(
@@ -165,12 +180,14 @@ def fp8_scale(model: Model, texts: Sequence[Text]) -> float:
     return largest / E4M3_MAX
 
 
-def calibrate(folder: Path, report: Any = print) -> dict[str, Any]:
+def calibrate(
+    folder: Path, report: Callable[[str], None] = print, device: str = "cpu", model_dtype: str = "float32"
+) -> dict[str, Any]:
     """Measure the noise of right variants in every cache format and write it beside the checkpoint.
 
     Also stored: each format's own cost, against a float32 cache, and the scale of the per-tensor format.
     """
-    model, texts = load(folder), texts_of(folder)
+    model, texts = load(folder, device, getattr(torch, model_dtype)), texts_of(folder)
     plain = reference_logits(model, AttentionPath(), texts)
     scale = fp8_scale(model, texts)
     noise: dict[str, dict[str, float]] = {}
@@ -182,13 +199,19 @@ def calibrate(folder: Path, report: Any = print) -> dict[str, Any]:
             worst = dict.fromkeys(MEASURES, 0.0)
             for variant in VARIANTS:
                 path = replace(variant, cache_format=fmt, dtype=dtype, kv_scale=scale)
-                attention = attention_of(path, model.config)
+                attention = attention_of(path, model.config, model.device.type)
                 seen, apart = measure(model, path, attention, layer_around(attention), texts, reference)
                 found = seen._asdict() | apart._asdict()
                 worst = {name: max(worst[name], found[name]) for name in MEASURES}
             noise[f"{dtype}/{fmt}"] = worst
             report(f"{dtype}/{fmt}: " + "  ".join(f"{name} {value:.1e}" for name, value in worst.items()))
-    stored = {"sha256": digest(folder), "kv_scale": scale, "noise": noise, "cost": cost}
+    stored = {
+        "sha256": digest(folder),
+        "model_dtype": model_dtype,
+        "kv_scale": scale,
+        "noise": noise,
+        "cost": cost,
+    }
     (folder / NOISE).write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
     return stored
 
@@ -200,22 +223,37 @@ def answers_of(
     out: Path,
     device: str = "cpu",
     planted: "Planted | None" = None,
+    model_dtype: str = "float32",
 ) -> Run:
     """lm_eval's run of one path on held-out problems; kept under ``out`` by the path's name, and resumed."""
     from evals.lm import evaluate
 
-    name = re.sub(r"[^\w.+=-]+", "_", planted.name if planted else str(path))
-    evaluate(folder, path, template_rows(questions), out / name,
-             device=device, max_gen_toks=ANSWER_TOKENS, planted=planted)  # fmt: skip
-    return load_run(out / name, TASK)
+    place = run_folder(out, planted.name if planted else path)
+    evaluate(folder, path, template_rows(questions), place, device=device, model_dtype=model_dtype,
+             max_gen_toks=ANSWER_TOKENS, planted=planted)  # fmt: skip
+    return load_run(place, TASK)
+
+
+def run_folder(out: Path, path: AttentionPath | str) -> Path:
+    """Where the run of a path, or of a planted one by its name, is kept under ``out``."""
+    return out / re.sub(r"[^\w.+=-]+", "_", str(path))
 
 
 def accuracy(
-    folder: Path, path: AttentionPath, questions: int, out: Path, margin: float, device: str = "cpu"
+    folder: Path,
+    path: AttentionPath,
+    questions: int,
+    out: Path,
+    margin: float,
+    device: str = "cpu",
+    model_dtype: str = "float32",
 ) -> Comparison:
     """Tier 3: the reference and a path answer the same problems through lm_eval, paired by strict-match."""
-    baseline = answers_of(folder, AttentionPath(), questions, out, device)
-    return compare(baseline, answers_of(folder, path, questions, out, device), "strict-match", margin)
+    baseline, candidate = (
+        answers_of(folder, each, questions, out, device, model_dtype=model_dtype)
+        for each in (AttentionPath(), path)
+    )
+    return compare(baseline, candidate, "strict-match", margin)
 
 
 def judge(
@@ -225,23 +263,24 @@ def judge(
     out: Path,
     margin: float = MARGIN,
     device: str = "cpu",
+    model_dtype: str = "float32",
 ) -> Outcome:
-    """All tiers of one path. questions: of tier 3; 0 leaves it out.
+    """All tiers of one path. questions: of tier 3; 0 leaves it out. out: where its runs are kept.
 
     FAIL if a tier fails; else INCONCLUSIVE if one cannot tell; else PASS.
     """
-    noise = measured_noise(folder)
+    noise = measured_noise(folder, model_dtype)
     if path.cache_format == "fp8_e4m3" and path.kv_scale == AttentionPath.kv_scale:
         path = replace(path, kv_scale=noise["kv_scale"])
-    model, texts = load(folder, device), texts_of(folder)
+    model, texts = load(folder, device, getattr(torch, model_dtype)), texts_of(folder)
     allowed, attention = limits(noise, path), attention_of(path, model.config, model.device.type)
     reference = reference_logits(model, path, texts)
     seen, apart = measure(model, path, attention, layer_around(attention), texts, reference)
     lines = lines_of(seen, apart, allowed or dict.fromkeys(MEASURES, float("nan")))
     lines += _cost_of_format(model, path, attention, texts, noise)
     paired = None
-    if questions and allowed and all(line.ok for line in lines):
-        paired = accuracy(folder, path, questions, out, margin, device)
+    if questions:
+        paired = accuracy(folder, path, questions, out, margin, device, model_dtype)
     return Outcome(path=path, lines=lines, place=seen.place, accuracy=paired,
                    **_decide(path, lines, allowed is not None, paired, seen, apart))  # fmt: skip
 

@@ -33,7 +33,11 @@ class Question(NamedTuple):
 
 
 def held_out(
-    encode: Encoder, seed: int, count: int, without: Sequence[str] = (), num_shots: int = SHOTS
+    encode: Callable[[str], list[int]],
+    seed: int,
+    count: int,
+    without: Sequence[str] = (),
+    num_shots: int = SHOTS,
 ) -> dict[str, list[Question]]:
     """``count`` questions of each set: stories, and lists of ``LISTS`` entries; shots as in training.
 
@@ -60,7 +64,7 @@ def gsm8k(encode: Encoder, seed: int, shots: list[Row], questions: list[Row]) ->
     return [_question(encode, "gsm8k", draws.sample(shots, SHOTS), row) for row in questions]
 
 
-def _question(encode: Encoder, kind: str, shots: list[Row], row: Row) -> Question:
+def _question(encode: Callable[[str], list[int]], kind: str, shots: list[Row], row: Row) -> Question:
     before = "".join(f"{question_text(shot.question)} {shot.answer}\n\n" for shot in shots)
     return Question(kind, encode(before + question_text(row.question)), encode(f" {row.answer}\n\nQ")[:-2])
 

@@ -1,0 +1,170 @@
+"""Every fast path of a checkpoint held to the reference: one record, from which the docs' tables are printed.
+
+Each path is on trial in a process of its own, so that one that hangs, crashes or poisons its device costs no
+other its result. The record is written anew as each of them ends.
+"""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evals.parity import compare, table
+from evals.path import REFERENCE, AttentionPath
+from evals.runs import load
+from evals.statistics import PASS
+from evals.task import TASK
+from evals.trial import MARGIN, measured_noise, run_folder
+
+FILTERS = ("strict-match", "flexible-extract")  # the first decides
+FLIPS = 10  # that are kept of each path
+PACKAGES = ("torch", "triton", "transformers", "lm_eval")
+
+SERVED = "block_size=64 chunk=256"
+CHUNKED = f"prefill=mla_fast.chunked_sdpa {SERVED}"
+GLUON = f"prefill=mla_fast.gluon_prefill {SERVED}"
+NARROW = "cache_format=bf16 dtype=bfloat16"
+EIGHT_BITS = "cache_format=fp8_ds_mla dtype=bfloat16"
+
+# What an engine would serve; the reference's own row is the baseline of the others.
+PATHS = {
+    REFERENCE: "",
+    "reference, chunked prefill": f"decode=mla_ref.absorbed prefill=mla_ref.chunked {SERVED}",
+    "Triton decode": f"decode=mla_fast.triton_decode {CHUNKED} {NARROW}",
+    "Gluon decode": f"decode=mla_fast.gluon_decode {CHUNKED} {NARROW}",
+    "Gluon prefill and decode": f"decode=mla_fast.gluon_decode {GLUON} {NARROW}",
+    "Gluon decode, fp8 cache": f"decode=mla_fast.gluon_decode_fp8 {CHUNKED} {EIGHT_BITS}",
+    "Triton decode, fp8 cache": f"decode=mla_fast.triton_decode {CHUNKED} {EIGHT_BITS}",
+    "FlashMLA": f"decode=mla_fast.flash_mla {CHUNKED} {NARROW}",
+    "FlashAttention-3": f"decode=mla_fast.flash_attn_3 {CHUNKED} {NARROW}",
+    "drafts of three": f"decode=mla_fast.gluon_decode {CHUNKED} {NARROW} decode_threshold=3",
+    "torch SDPA": f"decode=mla_fast.sdpa prefill=mla_fast.sdpa {SERVED}",
+    "torch SDPA, fp8 cache": f"decode=mla_fast.sdpa prefill=mla_fast.sdpa {SERVED} cache_format=fp8_ds_mla",
+}
+
+
+def survey(
+    folder: Path,
+    paths: Mapping[str, str],
+    questions: int,
+    out: Path,
+    *,
+    device: str = "cpu",
+    margin: float = MARGIN,
+    jobs: int = 1,
+    seconds: float = 600.0,
+) -> Iterator[dict[str, Any]]:
+    """The record after each path that came to an end; the last one holds them all, in the order of ``paths``.
+
+    paths: name -> path as it is printed, the reference included. out: where lm_eval's runs are kept; those
+    that are finished are not asked again. jobs: processes at a time, once the reference has answered.
+    seconds: the longest that one of them may take.
+
+    Raises: ValueError if the checkpoint's noise was not measured, or the reference is not among the paths.
+    """
+    if REFERENCE not in paths:
+        raise ValueError(f"paths: {REFERENCE} is not among {', '.join(paths)}")
+    rows: dict[str, dict[str, Any]] = {}
+    record = _about(folder, questions, device, margin)
+    command = [sys.executable, "-m", "evals", "trial", str(folder), "--json", "--device", device]
+    command += ["--questions", str(questions), "--margin", str(margin), "--out", str(out)]
+
+    def ended(name: str) -> dict[str, Any]:
+        return {"name": name} | _trial([*command, "--path", paths[name]], seconds, out, margin)
+
+    rows[REFERENCE] = ended(REFERENCE)
+    yield record | {"paths": [*rows.values()]}
+    with ThreadPoolExecutor(jobs) as pool:
+        others = {pool.submit(ended, name): name for name in paths if name != REFERENCE}
+        for future in as_completed(others):
+            rows[others[future]] = future.result()
+            yield record | {"paths": [rows[name] for name in paths if name in rows]}
+
+
+def _about(folder: Path, questions: int, device: str, margin: float) -> dict[str, Any]:
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "checkpoint": folder.name,
+        "sha256": measured_noise(folder)["sha256"],
+        "questions": questions,
+        "margin": margin,
+        "device": torch.cuda.get_device_name(torch.device(device)) if device != "cpu" else "CPU",
+        "versions": versions,
+    }
+
+
+def _trial(command: Sequence[str], seconds: float, out: Path, margin: float) -> dict[str, Any]:
+    """One path's row: what its process printed, and both filters of its run beside the reference's."""
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"path": command[-1], "reason": f"not ended after {seconds:.0f} s"}
+    row: dict[str, Any] = {"path": command[-1], "seconds": round(time.monotonic() - begun, 1)}
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:  # it was refused, or ended on an error: exit code 1 is then no verdict
+        said = done.stderr.strip().splitlines() or [f"ended with {done.returncode} and no word"]
+        return row | {"reason": said[-1].removeprefix("trial: ").removeprefix("path: ")}
+    row |= {key: found[key] for key in ("outcome", "reason", "lines", "place")}
+    return row | _answers(out, AttentionPath(**found["path"]), margin)
+
+
+def _answers(out: Path, path: AttentionPath, margin: float) -> dict[str, Any]:
+    baseline, candidate = (load(run_folder(out, each), TASK) for each in (AttentionPath(), path))
+    filters = {}
+    for name in FILTERS:
+        one = asdict(compare(baseline, candidate, name, margin))
+        filters[name] = one | {"flips": one["flips"][:FLIPS]}
+    return {"table": table(candidate), "filters": filters}
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """lm_eval's table of every path, and the paired decisions under it."""
+    ran = [row for row in record["paths"] if "table" in row]
+    head = ran[0]["table"].splitlines()[:2] if ran else []
+    lines = [f"|path{head[0]}", f"|----{head[1]}"] if ran else []
+    for row in ran:
+        first, *others = row["table"].splitlines()[2:]
+        lines += [f"|{row['name']}{first}", *(f"|{line}" for line in others)]
+    lines += [
+        "",
+        f"| path | verdict | T1, T2 | {FILTERS[0]} | lost, won | 95 % bound | McNemar p | texts equal | s |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in record["paths"]:
+        lines.append(f"| {row['name']} | {' | '.join(_cells(row))} |")
+    reasons = [f"- {row['name']}: {row['reason']}" for row in ran if row["outcome"] != PASS]
+    return "\n".join([*lines, *([""] if reasons else []), *reasons])
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    if "outcome" not in row:
+        return (f"did not run: {row['reason']}", *[""] * 7)
+    nearest = max(line["found"] / line["limit"] for line in row["lines"])
+    one = row["filters"][FILTERS[0]]
+    pair, decision = one["pair"], one["decision"]
+    n = sum(pair.values())
+    return (
+        row["outcome"],
+        f"{nearest:.0%} of the limits",
+        f"{(pair['both'] + pair['won']) / n:.2%} of {n}",
+        f"{pair['lost']}, {pair['won']}",
+        f"{decision['bound']:.2%}",
+        f"{decision['p']:.2g}",
+        f"{one['text_equal']:.1%}",
+        f"{row['seconds']:.0f}",
+    )

@@ -3,13 +3,15 @@
 A mutant is tried on its own case, and on cases that differ from it in the seed and the regime of values. What
 share of them an oracle fails is the chance that one more random case kills the mutant; from it follows how
 many cases are needed, half of the time and nineteen times out of twenty. Rules of other projects are tried on
-the same outputs. They count as kills only where they accept the right implementation on the same case.
+the same outputs. Theirs and ours alike count as kills only where they accept the right implementation on the
+same case.
 """
 
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ class Killed:
     cases: how many were tried. killed: on how many some oracle failed. by: oracle -> on how many it did.
     seconds: oracle -> what it took for all of them. field: rule of another project -> on how many it rejects
     the mutant and accepts the right implementation. spurned: rule -> on how many it rejects the right one.
+    false_alarms: oracle -> on how many it failed the mutant and the right one alike, which is no kill.
     """
 
     mutant: str
@@ -48,6 +51,7 @@ class Killed:
     seconds: dict[str, float]
     field: dict[str, int]
     spurned: dict[str, int]
+    false_alarms: dict[str, int] = dataclass_field(default_factory=dict)
 
     @property
     def beyond_values(self) -> list[str]:
@@ -95,21 +99,26 @@ def cases_of(mutant: Mutant, count: int) -> list[Case]:
 def measure(name: str, of: str, count: int, oracles: Sequence[str] | None = None) -> Killed:
     """What kills the mutant ``name`` of a problem, on ``count`` cases.
 
-    Each case meets the mutant afresh, since some remember what they saw.
+    Each case meets the mutant afresh, since some remember what they saw. What fails it is then held against
+    the right implementation on the same case.
     """
     by: dict[str, int] = {}
     seconds: dict[str, float] = {}
     rejected: dict[str, int] = {}
     spurned: dict[str, int] = {}
+    alarms: dict[str, int] = {}
     killed = 0
     cases = cases_of(_find(name, of), count)
     for case in cases:
         verdicts = judge(_find(name, of).backend, case, oracles=oracles)
-        killed += any(v.status != PASS for v in verdicts)
+        failing = [v.oracle for v in verdicts if v.status != PASS]
+        wrong = _failing_the_right(_find(name, of), case, failing) if failing else set()
+        killed += not wrong.issuperset(failing)
         for v in verdicts:
             seconds[v.oracle] = seconds.get(v.oracle, 0.0) + v.seconds
-            if v.status != PASS:
-                by[v.oracle] = by.get(v.oracle, 0) + 1
+        for oracle in failing:
+            counts = alarms if oracle in wrong else by
+            counts[oracle] = counts.get(oracle, 0) + 1
         if "lse" in problem(of).output_shapes and of != "merge_states":
             against, unjust = _others(_find(name, of), case)
             for rule in other_projects.RULES:
@@ -124,12 +133,20 @@ def measure(name: str, of: str, count: int, oracles: Sequence[str] | None = None
         seconds={oracle: round(spent, 4) for oracle, spent in seconds.items()},
         field=rejected,
         spurned=spurned,
+        false_alarms=alarms,
     )
 
 
 def _find(name: str, of: str) -> Mutant:
     found = source_mutants() if name in EDITS else mutants()
     return next(mutant for mutant in found if (mutant.name, mutant.case.problem) == (name, of))
+
+
+def _failing_the_right(mutant: Mutant, case: Case, oracles: Sequence[str]) -> set[str]:
+    """Which of the oracles fail what the mutant was before its edit."""
+    run, inputs = _right(mutant), problem(case.problem).inputs
+    backend = replace(mutant.backend, name=f"right.{mutant.name}", fn=lambda *given: run(inputs(*given)))
+    return {v.oracle for v in judge(backend, case, oracles=oracles) if v.status != PASS}
 
 
 def _others(mutant: Mutant, case: Case) -> tuple[set[str], set[str]]:

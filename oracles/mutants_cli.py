@@ -29,7 +29,8 @@ def mutants(
 ) -> int:
     """Try every mutant on its own case and on others: what kills it, after how many cases, in what time.
 
-    Exit codes: 0 every mutant was killed; 1 one survived all its cases; 2 usage.
+    Exit codes: 0 every mutant was killed; 1 one survived all its cases, or an oracle failed what is right;
+    2 usage.
     """
     use_device("cpu")
     try:
@@ -48,7 +49,7 @@ def mutants(
         sys.stdout.write(to_json(rows))
     else:
         _print(rows)
-    return int(any(not row.killed for row in rows))
+    return int(any(not row.killed or row.false_alarms for row in rows))
 
 
 def _judging(of: str, names: Names) -> list[str] | None:
@@ -66,6 +67,10 @@ def _print(rows: Sequence[Killed]) -> None:
     sys.stdout.write(f"{len(rows)} mutants, {len(survivors)} survived\n")
     for name in survivors:
         sys.stdout.write(f"survived: {name}\n")
+    for row in rows:
+        for oracle, count in row.false_alarms.items():
+            found = f"{oracle} failed it and the right implementation alike, on {count} of {row.cases} cases"
+            sys.stdout.write(f"no kill: {row.mutant} of {row.problem}: {found}\n")
     if reason := why_not():
         sys.stdout.write(f"edited kernels were not tried: {reason}\n")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mla_ref.problem import problem
+from oracles import kill_matrix
 from oracles.cli import main
 from oracles.field import RULES, compared, rejecting
 from oracles.kill_matrix import (
@@ -84,6 +85,41 @@ def test_a_row_is_what_a_run_gives(name, of, oracle):
     (old,) = (x for x in recorded() if (x.mutant, x.problem) == (name, of))
     assert old.by[oracle] == old.cases
     assert from_json(to_json([row])) == [row]
+
+
+@pytest.mark.parametrize("name", ["key_dropped", "kernel_sees_one_more_key"])
+def test_an_oracle_that_fails_the_right_implementation_too_kills_nothing(name, monkeypatch, capsys):
+    if name in EDITS and why_not():
+        pytest.skip(why_not())
+    wrong = kill_matrix._find(name, "latent_attention").run
+    honest = kill_matrix._right(kill_matrix._find(name, "latent_attention"))
+    row = measure(name, "latent_attention", 1, ["value", "contract"])
+    assert (row.killed, row.by, row.false_alarms) == (1, {"value": 1}, {})
+    monkeypatch.setattr(kill_matrix, "_right", lambda _: wrong)
+    row = measure(name, "latent_attention", 1, ["value", "contract"])
+    assert (row.killed, row.by, row.false_alarms) == (0, {}, {"value": 1})
+    assert from_json(to_json([row])) == [row]
+    words = [
+        "mutants",
+        "--mutant",
+        name,
+        "--problem",
+        "latent_attention",
+        "--cases",
+        "1",
+        "--oracle",
+        "value",
+    ]
+    assert main(words) == 1
+    told = f"no kill: {name} of latent_attention: value failed it and the right implementation alike"
+    assert f"{told}, on 1 of 1 cases" in capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(kill_matrix, "_right", lambda _: honest)
+    assert main(words) == 0
+    assert "no kill" not in capsys.readouterr().out
+
+
+def test_no_oracle_on_record_fails_what_is_right():
+    assert [row.mutant for row in recorded() if row.false_alarms] == []
 
 
 def test_cases_to_kill():

@@ -5,7 +5,7 @@ come in blocks; within one, each case takes the values that make the most pairs 
 block has had. One case in ``LARGE_EVERY`` may be ``LARGE`` times as much work as the others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import combinations
@@ -32,6 +32,9 @@ SEARCH = 5000
 
 Supports = Callable[[Case], str | None]
 Pairs = npt.NDArray[np.bool_]
+
+# A case, and its ``elements``.
+_Weighed = tuple[int, Case]
 
 
 class NothingFound(ValueError):
@@ -86,11 +89,18 @@ def _attempt(space: _Space, values: Sequence[int], stream: Random) -> Case | Non
     """A case with exactly these values, or None."""
     wanted = {name: DIMENSIONS[name].values[i] for name, i in zip(space.names, values, strict=True)}
     case = make(space.problem, wanted, stream)
-    if elements(case) > space.limit or dimensions(case) != wanted:
+    if elements(case) > space.limit or not _is_one(space.problem, case, wanted):
         return None
-    if find_problem(space.problem).why_not(case) is not None:
-        return None
-    return None if space.supports is not None and space.supports(case) is not None else case
+    return case if _taken(space, case) else None
+
+
+def _is_one(problem: str, case: Case, wanted: Mapping[str, str]) -> bool:
+    """Whether a case has the values that it was made for, and is one of its problem."""
+    return dimensions(case) == wanted and find_problem(problem).why_not(case) is None
+
+
+def _taken(space: _Space, case: Case) -> bool:
+    return space.supports is None or space.supports(case) is None
 
 
 @cache
@@ -98,19 +108,44 @@ def _possible(space: _Space) -> Pairs:
     """[x x], True for two values of two dimensions that a case has which is plain in all others but one."""
     first = _firsts(space)
     pairs = np.zeros((first[-1], first[-1]), dtype=bool)
-    models = range(first[1])
     for a, b in combinations(range(len(space.names)), 2):
         for i in range(first[a + 1] - first[a]):
             for j in range(first[b + 1] - first[b]):
-                stream = Random(f"{a}/{i}/{b}/{j}")
-                values = list(space.plain)
-                for model in (space.plain[0], *models):
-                    # Of all dimensions a model's is the one that others depend on: formats, and work.
-                    values[0], values[a], values[b] = model, i, j
-                    if _attempt(space, values, stream) is not None:
-                        pairs[first[a] + i, first[b] + j] = pairs[first[b] + j, first[a] + i] = True
-                        break
+                cases = _nearly_plain(space.problem, space.plain, a, i, b, j)
+                if any(work <= space.limit and _taken(space, case) for work, case in cases):
+                    pairs[first[a] + i, first[b] + j] = pairs[first[b] + j, first[a] + i] = True
     return pairs
+
+
+def _nearly_plain(problem: str, plain: Sequence[int], a: int, i: int, b: int, j: int) -> Iterator[_Weighed]:
+    """Cases with values ``i`` of dimension ``a`` and ``j`` of ``b``, and else plain ones but for the model.
+
+    They are made once for all backends and limits, and only as far as somebody looks.
+    """
+    made, more = _made(problem, tuple(plain), a, i, b, j)
+    yield from made
+    for weighed in more:
+        made.append(weighed)
+        yield weighed
+
+
+@cache
+def _made(
+    problem: str, plain: tuple[int, ...], a: int, i: int, b: int, j: int
+) -> tuple[list[_Weighed], Iterator[_Weighed]]:
+    """Those made before, and the rest."""
+    return [], _making(problem, plain, a, i, b, j)
+
+
+def _making(problem: str, plain: tuple[int, ...], a: int, i: int, b: int, j: int) -> Iterator[_Weighed]:
+    stream, values, names = Random(f"{a}/{i}/{b}/{j}"), list(plain), names_of(problem)
+    for model in (plain[0], *range(len(DIMENSIONS[names[0]].values))):
+        # Of all dimensions a model's is the one that others depend on: formats, and work.
+        values[0], values[a], values[b] = model, i, j
+        wanted = {name: DIMENSIONS[name].values[value] for name, value in zip(names, values, strict=True)}
+        case = make(problem, wanted, stream)
+        if _is_one(problem, case, wanted):
+            yield elements(case), case
 
 
 def _firsts(space: _Space) -> list[int]:

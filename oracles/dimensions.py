@@ -7,6 +7,7 @@ keys, the first of them if there are several; the others are its mates.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from random import Random
 from typing import Any, NamedTuple
 
@@ -225,6 +226,8 @@ DIMENSIONS: dict[str, Dimension] = {
     "layers": Dimension(("1", "3", "61"), lambda case: str(case.config.num_layers)),
 }
 
+PLAINEST = {name: dimension.values[0] for name, dimension in DIMENSIONS.items()}
+
 _LENGTHS = ("keys", "new tokens", "mates", "block", "pages", "memory")
 _STORED = ("dtype", "format", "scale", "values")
 _ATTENTION = ("model c/p/r/v", "heads", *_LENGTHS, *_STORED, "rotation")
@@ -263,25 +266,11 @@ def make(problem: str, values: Mapping[str, str], stream: Random) -> Case:
 
     Where the values contradict each other, as 8 new tokens of all 2, the case has others.
     """
-    of = {name: values.get(name, DIMENSIONS[name].values[0]) for name in DIMENSIONS}
-    c, p, r, v = (int(x) for x in of["model c/p/r/v"].split("/"))
-    heads = int(of["heads"])
-    config = MLAConfig(
-        name="drawn",
-        hidden_size=40,
-        num_heads=heads,
-        q_lora_rank=None,
-        kv_lora_rank=c,
-        qk_nope_head_dim=p,
-        qk_rope_head_dim=r,
-        v_head_dim=v,
-        rope=ROPES[of["rotation"]],
-        num_layers=int(of["layers"]),
-    )
-    if "projections" in names_of(problem):
-        config = replace(config, **PROJECTIONS[of["projections"]])
-    memory, pages = MEMORY[of["memory"]], PAGES[of["pages"]]
-    groups = [g for g in range(2, heads) if heads % g == 0]
+    of = PLAINEST | values
+    projections = of["projections"] if "projections" in names_of(problem) else "one"
+    config = _config(of["model c/p/r/v"], int(of["heads"]), of["rotation"], int(of["layers"]), projections)
+    heads = config.num_heads
+    groups = _groups(heads)
     q_lens, kv_lens = _lengths(problem, of, stream)
     scale = SCALES[of["scale"]]
     return Case(
@@ -292,7 +281,7 @@ def make(problem: str, values: Mapping[str, str], stream: Random) -> Case:
         dtype=of["dtype"],
         cache_format=of["format"],
         block_size=int(of["block"]),
-        layout=replace(memory, shuffled=pages.shuffled, spare_blocks=pages.spare_blocks),
+        layout=_layout(of["memory"], of["pages"]),
         regime=of["values"],
         kv_scale=scale,
         seed=int(stream.random() * 2**31),
@@ -302,6 +291,36 @@ def make(problem: str, values: Mapping[str, str], stream: Random) -> Case:
         v_scale=scale if scale == 1.0 else 1.25 * scale,
         kv_layout=KV_ORDERS[of["axes of the pool"]],
     )
+
+
+@cache
+def _config(model: str, heads: int, rotation: str, layers: int, projections: str) -> MLAConfig:
+    c, p, r, v = (int(x) for x in model.split("/"))
+    config = MLAConfig(
+        name="drawn",
+        hidden_size=40,
+        num_heads=heads,
+        q_lora_rank=None,
+        kv_lora_rank=c,
+        qk_nope_head_dim=p,
+        qk_rope_head_dim=r,
+        v_head_dim=v,
+        rope=ROPES[rotation],
+        num_layers=layers,
+    )
+    return replace(config, **PROJECTIONS[projections])
+
+
+@cache
+def _groups(heads: int) -> tuple[int, ...]:
+    """Numbers of key/value heads other than one and all."""
+    return tuple(g for g in range(2, heads) if heads % g == 0)
+
+
+@cache
+def _layout(memory: str, pages: str) -> CacheLayout:
+    order = PAGES[pages]
+    return replace(MEMORY[memory], shuffled=order.shuffled, spare_blocks=order.spare_blocks)
 
 
 def _lengths(problem: str, of: Mapping[str, str], stream: Random) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mla_ref.problem import problem, problems
+from oracles import coverage
 from oracles.coverage import BLOCK, ELEMENTS, LARGE, LARGE_EVERY, covered, draw
-from oracles.dimensions import DIMENSIONS, dimensions, elements, names_of
+from oracles.dimensions import DIMENSIONS, dimensions, elements, make, names_of
 
 PROBLEMS = tuple(problems())
 
@@ -109,3 +110,32 @@ def test_what_a_backend_does_not_take_is_not_missing():
     found = covered("rope", (draw("rope", 0, i, supports) for i in range(64)), supports)
     assert found.values["dtype"] == (1, 1)
     assert found.values["values"] == (1, 1)
+
+
+def drawn_by(supports, count=6):
+    return [draw("latent_attention", 11, i, supports) for i in range(count)]
+
+
+def test_cases_are_made_once_for_all_backends(monkeypatch):
+    """The second backend asks about those that the first had made, and they are no other for that."""
+
+    def half_precision(case):
+        return None if case.dtype in ("bfloat16", "float16") else "no"
+
+    def no_rope(case):
+        return None if case.config.rope.rotate or case.block_size < 64 else "no"
+
+    made = []
+    monkeypatch.setattr(coverage, "make", lambda *given: made.append(given) or make(*given))
+    found, work = {}, {}
+    for order in ((half_precision, no_rope), (no_rope, half_precision)):
+        for cached in (coverage._space, coverage._possible, coverage._made, coverage._begun):
+            cached.cache_clear()
+        for supports in order:
+            made.clear()
+            found[order, supports] = drawn_by(supports)
+            work[order, supports] = len(made)
+    for supports in (half_precision, no_rope):
+        assert len({tuple(cases) for (_, of), cases in found.items() if of == supports}) == 1
+    for order in ((half_precision, no_rope), (no_rope, half_precision)):
+        assert work[order, order[1]] < 0.5 * work[order, order[0]]

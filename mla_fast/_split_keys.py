@@ -126,15 +126,18 @@ def launching(device: torch.device) -> Iterator[None]:
 def _no_idle_work() -> Iterator[None]:
     """Triton's interpreter leaves out what changes no result, and is half of a launch.
 
-    It patches its language once a launch and module, not whenever a kernel calls a jitted function; and it
-    does not compute in 64 bits whether sums of integers fit where nobody is told, which is without ``debug``.
+    It patches its language once a launch and module, not whenever a kernel calls a jitted function; it does
+    not compute in 64 bits whether sums of integers fit where nobody is told, which is without ``debug``; and
+    it describes each shape once, not each tensor's.
     """
+    from triton.language import core
     from triton.runtime import interpreter
 
     patch: Any = getattr(interpreter, "_patch_lang", None)
     builder: Any = getattr(interpreter, "interpreter_builder", None)
     options: Any = getattr(builder, "options", None)
-    if patch is None or not hasattr(options, "sanitize_overflow") or options.debug:
+    type_of: Any = getattr(core, "_type_for_tuple_values", None)
+    if patch is None or type_of is None or not hasattr(options, "sanitize_overflow") or options.debug:
         yield
         return
     scopes: dict[int, Any] = {}
@@ -148,11 +151,21 @@ def _no_idle_work() -> Iterator[None]:
             scopes[module] = patch(fn)
         return scopes[module]
 
+    type_of_shape = functools.cache(lambda *sizes: type_of(sizes))
+
+    def type_once(values: Any, fields: Any = None) -> Any:
+        sizes = [x.value if type(x) is core.constexpr else x for x in values]
+        if fields is None and all(type(x) is int for x in sizes):
+            return type_of_shape(*sizes)
+        return type_of(values, fields)
+
     interpreter._patch_lang, builder.options = patch_once, replace(options, sanitize_overflow=False)
+    core._type_for_tuple_values = type_once
     try:
         yield
     finally:
         interpreter._patch_lang, builder.options = patch, options
+        core._type_for_tuple_values = type_of
 
 
 class PartialResults(NamedTuple):

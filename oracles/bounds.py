@@ -476,7 +476,7 @@ def mixed(rows: Rows, shared: Shared, values: torch.Tensor, mean: torch.Tensor) 
 
 def _average(rows: Rows, shared: Shared, x: torch.Tensor) -> torch.Tensor:
     """[h s v] the most that the weighted average of x ≥ 0 [h j v] or [1 j v] is under the shared errors."""
-    largest = _hull(rows.seen, x)[1]
+    largest = _greatest(rows.seen, x)
     average = torch.minimum(mix(rows.weights + shared.excess, x) / _room(shared), largest)
     return torch.where(shared.total[..., None] >= ILL_CONDITIONED, largest, average)
 
@@ -487,14 +487,25 @@ def _room(shared: Shared) -> torch.Tensor:
 
 
 def _hull(seen: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least and greatest value [1 or h, s, v] among the keys of each row; every row sees a prefix."""
-    if not values.shape[1]:
-        empty = values.new_zeros(values.shape[0], seen.shape[0], values.shape[2])
-        return empty, empty
-    if seen.shape[0] == 1:
-        return values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-    last = (seen.sum(-1) - 1).clamp(min=0)
-    return values.cummin(1).values[:, last], values.cummax(1).values[:, last]
+    """Least and greatest value [1 or h, s, v] among the keys of each row."""
+    return -_greatest(seen, -values), _greatest(seen, values)
+
+
+def _greatest(seen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The greatest value [1 or h, s, v] among the keys of each row.
+
+    Every row sees a prefix of the keys, one more than the row before it, and the last one sees all of them:
+    what all rows see is looked at once.
+    """
+    rows, keys = seen.shape
+    if not keys:
+        return values.new_zeros(values.shape[0], rows, values.shape[2])
+    common = max(keys - rows, 0) + 1
+    first = values[:, :common].amax(1, keepdim=True)
+    if rows == 1:
+        return first
+    last = (seen.sum(-1) - common).clamp(min=0)
+    return torch.cat([first, values[:, common:]], dim=1).cummax(1).values[:, last]
 
 
 def channel_roundings(shared: Shared, numerics: Numerics, query: torch.dtype) -> torch.Tensor:

@@ -177,6 +177,9 @@ def test_splits_without_keys_change_nothing(seed: int) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="compiled here")
 def test_the_interpreter_does_no_idle_work(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
+    core = pytest.importorskip("triton.language.core")
+    described = Counter[str]()
+    describe = core._type_for_tuple_values
     patch, patched = interpreter._patch_lang, []
     semantic = interpreter.interpreter_semantic
     check, summed = type(semantic).device_assert, []
@@ -189,6 +192,11 @@ def test_the_interpreter_does_no_idle_work(seed: int, monkeypatch: pytest.Monkey
         summed.append(arguments)
         return check(self, *arguments)
 
+    def shape(values: Any, fields: Any = None) -> Any:
+        described[str([str(x) for x in values])] += 1
+        return describe(values, fields)
+
+    monkeypatch.setattr(core, "_type_for_tuple_values", shape)
     monkeypatch.setattr(interpreter, "_patch_lang", counted)
     monkeypatch.setattr(type(semantic), "device_assert", asked)
     inputs = PROBLEM.materialize(case("ragged", seed), torch.device(DEVICE))
@@ -197,12 +205,14 @@ def test_the_interpreter_does_no_idle_work(seed: int, monkeypatch: pytest.Monkey
     assert launches == 2  # the splits, and their merge
     assert set(Counter(patched).values()) <= {1, 2}
     assert not summed
-    assert interpreter._patch_lang is counted
+    assert max(described.values()) == 1
+    assert (interpreter._patch_lang, core._type_for_tuple_values) == (counted, shape)
     assert interpreter.interpreter_builder.options.sanitize_overflow
 
     monkeypatch.setattr(_split_keys, "_no_idle_work", contextlib.nullcontext)
     again = scheduled(Schedule(num_splits=3))(*inputs)
     assert patched.count("mla_fast._triton_decode_kernel") > 20
     assert summed
+    assert max(described.values()) > 100
     assert torch.equal(first.out, again.out)
     assert torch.equal(first.lse, again.lse)

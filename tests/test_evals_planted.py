@@ -92,7 +92,7 @@ def test_noise_belongs_to_its_weights(tmp_path: Path):
     weights = bytearray((MINI / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (tmp_path / "model.safetensors").write_bytes(weights)
-    with pytest.raises(ValueError, match=r"model\.safetensors: sha256 is .*, but gate\.json is of"):
+    with pytest.raises(ValueError, match=r"sha256 of its weights is .*, but gate\.json is of"):
         measured_noise(tmp_path)
 
 

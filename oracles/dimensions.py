@@ -399,6 +399,7 @@ def elements(case: Case) -> int:
         return t * h * config.qk_rope_head_dim
     if case.problem == "paged_attention":
         width = case.num_kv_heads * (config.qk_head_dim + config.v_head_dim)
-    heads = h if case.problem not in ("cache_write", "cache_gather") else 1
+    if case.problem in ("cache_write", "cache_gather"):
+        return (t + n) * width
     scores = sum(q_len * kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True))
-    return t * heads * width + n * width + weights + scores * heads * width // 64
+    return t * h * width + n * width + weights + scores * h * width // 64

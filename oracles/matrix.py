@@ -48,6 +48,7 @@ OF_ONE_RUN = (
     "statistics",
     "empty_rows",
     "inputs_unchanged",
+    "process_state",
     "stored",
     "allocation",
     "rope_norm",

@@ -885,7 +885,7 @@ def right(case: Case) -> tuple[Run, Numerics]:
 
 
 def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
-    from oracles import precision_mutants, probe_mutants  # they are edits of what is defined here
+    from oracles import engine_mutants, precision_mutants, probe_mutants  # edits of what is defined here
 
     expanded = [replace(case, problem="attention") for case in (LATENT, PER_TENSOR, TILED, EMPTY)]
     yield Numerics(), _attention_mutants(LATENT, PER_TENSOR, TILED, EMPTY)
@@ -894,6 +894,10 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
     yield Numerics(form="expanded"), probe_mutants.attention_mutants(*expanded[:2])
     yield Numerics(form="expanded"), probe_mutants.weight_mutants(expanded[0])
     yield precision_mutants.NUMERICS, precision_mutants.precision_mutants()
+    yield Numerics(), engine_mutants.attention_mutants(LATENT)
+    yield Numerics(form="expanded"), engine_mutants.attention_mutants(expanded[0])
+    yield Numerics(form="expanded"), engine_mutants.weight_mutants(expanded[0])
+    yield precision_mutants.NUMERICS, engine_mutants.precision_mutants()
     for family in (
         _paged_mutants,
         _merge_mutants,
@@ -905,10 +909,15 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
         probe_mutants.merge_mutants,
         probe_mutants.rope_mutants,
         probe_mutants.cache_mutants,
+        engine_mutants.paged_mutants,
+        engine_mutants.merge_mutants,
+        engine_mutants.rope_mutants,
+        engine_mutants.cache_mutants,
+        engine_mutants.capacity_mutants,
     ):
         yield Numerics(), family()
-    yield Numerics(form="expanded", stage=INPUT), _layer_mutants()
-    yield Numerics(form="expanded", stage=INPUT), probe_mutants.layer_mutants()
+    for family in (_layer_mutants, probe_mutants.layer_mutants, engine_mutants.layer_mutants):
+        yield Numerics(form="expanded", stage=INPUT), family()
 
 
 def mutants() -> list[Mutant]:

@@ -1,7 +1,7 @@
 """One claim that every right implementation of a problem satisfies."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -21,14 +21,17 @@ Run = Callable[[Any], Any]  # inputs -> output of the implementation on trial
 class Trial:
     """What an oracle may look at.
 
-    run: calls the implementation on a private copy of any inputs of its problem; the result for ``inputs``
-        themselves is remembered.
-    call: the same on the very tensors given: memory made for one call, to be looked at after it.
+    run: calls the implementation on a private copy of any inputs of its problem, and returns a copy of what
+        it returned, since the next call may be made in the same memory; the result for ``inputs`` themselves
+        is remembered.
+    call: the same on the very tensors given, and what was returned itself: memory made for one call, to be
+        looked at after it.
     inputs: the case's tensors; an oracle changes copies, never these.
     left: ``inputs`` as the implementation left them, gaps and padding of every storage included.
     expected: what each field of the output may be, under the numerics that the backend declares.
     device: where the inputs are, and what is returned.
     runs_on: where the implementation is called; empty: there.
+    disturbed: what calls so far changed that belongs to the whole process; the judge has put it back.
     """
 
     run: Run
@@ -41,6 +44,7 @@ class Trial:
     expected: Callable[[], Mapping[str, Admissible]]
     device: str = "cpu"
     runs_on: str = ""
+    disturbed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

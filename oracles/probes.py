@@ -80,15 +80,22 @@ def _known(
     }
 
 
-def shows(trial: Trial, plant: Callable[[Case, str], Probe], case: Case) -> Finding:
+def shows(
+    trial: Trial, plant: Callable[[Case, str], Probe], case: Case, *, exact_dots: bool = False
+) -> Finding:
     """The output on a probe is its closed form, up to the radii that bounds.py derives for its inputs.
 
     Where a stage is declared to be rounded, ``out`` follows from the rounded stage instead.
+
+    exact_dots: no sum of products of this probe is rounded by any accumulator, in whatever order.
     """
     if not runnable(trial, case):
         return nothing("the backend does not take the probe")
+    numerics = trial.backend.numerics
+    if exact_dots:
+        numerics = replace(numerics, dot_roundings=0.0)
     inputs = made(plant, case, trial.device).inputs
-    output, known = trial.run(inputs), _known(plant, case, trial.device, trial.backend.numerics)
+    output, known = trial.run(inputs), _known(plant, case, trial.device, numerics)
     shapes = trial.problem.output_shapes
     return worst_of(
         [within(name, getattr(output, name), want, shapes[name], inputs) for name, want in known.items()]

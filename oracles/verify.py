@@ -18,6 +18,7 @@ from oracles.compare import why_not_comparable
 from oracles.mirror import Mirror
 from oracles.oracle import Oracle, Trial, private_copy, rules
 from oracles.probes import admitted, materialized
+from oracles.process_state import kept
 from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict
 
 # Where backends live; reached by name, so that the judge imports none of them.
@@ -147,6 +148,7 @@ def _judge_variant(
     mirror = Mirror(here, device) if here != device else None
     inputs = materialized(case, here)  # implementations see copies, so all of them may share these
     runs: list[tuple[Any, Any]] = []
+    disturbed: list[str] = []
 
     @cache
     def expected() -> Mapping[str, Admissible]:
@@ -162,7 +164,8 @@ def _judge_variant(
         if not contract.writes:
             _foul(expected(), device)
         try:
-            output = fn(*there)
+            with kept(disturbed):
+                output = fn(*there)
             if torch.device(device).type == "cuda":
                 torch.cuda.synchronize(device)
         except (Exception, SystemExit) as error:
@@ -178,7 +181,7 @@ def _judge_variant(
         if given is inputs and runs:
             return runs[0][0]
         private = private_copy(given)
-        output = call(private)
+        output = _own(contract, call(private))
         if given is inputs:
             runs.append((output, private))
         return output
@@ -198,6 +201,7 @@ def _judge_variant(
         expected=expected,
         device=here,
         runs_on=device,
+        disturbed=disturbed,
     )
     for oracle in wanted:
         yield _check(trial, oracle, variant, device)
@@ -287,6 +291,13 @@ def _as_output(contract: Problem, output: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             raise _Malformed(f"{name}: is {type(tensor).__name__}, must be a tensor")
     return contract.output(*output)
+
+
+def _own(contract: Problem, output: Any) -> Any:
+    """The output in memory that no later call can write into, but for what is written in place."""
+    written = contract.writes
+    fields = (name for name in contract.output_shapes if name not in written)
+    return output._replace(**{name: getattr(output, name).clone() for name in fields})
 
 
 def _line(error: BaseException) -> str:

@@ -23,15 +23,16 @@ from mla_ref.values import bell
 class AttentionInputs(NamedTuple):
     """What every implementation of ``attention`` is called with, in this order.
 
-    q_nope: [t h p]. Queries without position, before absorption, all requests packed.
-    q_pe: [t h r]. Rotated query part, same dtype.
+    q_nope: [t h p]. Queries without position, before absorption, all requests packed; any strides but the
+        last, which is 1.
+    q_pe: [t h r]. Rotated query part, same dtype, likewise.
     kv_cache: [n k e]. Pages as written by ``cache_format``; any strides but the last, which is 1. Slots past
         ``cache_seqlens`` may hold anything, NaN included.
     block_table: [b m] int32. Logical block → page; entries past a request's last block are never followed.
     cu_seqlens_q: [b+1] int32. Request i owns query rows cu_seqlens_q[i] … cu_seqlens_q[i+1]-1.
     cache_seqlens: [b] int32. Cached tokens of each request, its new ones included.
-    w_uk: [h p c]. Up-projection of keys, same dtype as the queries.
-    w_uv: [h v c]. Up-projection of values, same dtype.
+    w_uk: [h p c]. Up-projection of keys, same dtype as the queries; any strides but the last.
+    w_uv: [h v c]. Up-projection of values, likewise: both are often views of one weight.
     max_seqlen_q: the longest query, known to the host.
     softmax_scale: multiplies the scores; the model's.
     cache_format: how entries are stored.

@@ -20,8 +20,8 @@ from mla_ref.problems._paged import (
 class LatentAttentionInputs(NamedTuple):
     """What every implementation of ``latent_attention`` is called with, in this order.
 
-    ql_nope: [t h c]. Queries after absorption, all requests packed.
-    q_pe: [t h r]. Rotated query part, same dtype.
+    ql_nope: [t h c]. Queries after absorption, all requests packed; any strides but the last, which is 1.
+    q_pe: [t h r]. Rotated query part, same dtype, likewise.
     kv_cache: [n k e]. Pages as written by ``cache_format``; any strides but the last, which is 1. Slots past
         ``cache_seqlens`` may hold anything, NaN included.
     block_table: [b m] int32. Logical block → page; entries past a request's last block are never followed.

@@ -15,7 +15,8 @@ class MergeStatesInputs(NamedTuple):
 
     outs: [s t h v]. Output of each of s ≥ 1 states (s counts states here), each over keys of its own; any
         strides but the last, which is 1. Not read where the state is empty: it may hold NaN there.
-    lses: [s t h] float32. Natural log-sum-exp of each state's scores, finite; -inf where it is empty.
+    lses: [s t h] float32, any strides. Natural log-sum-exp of each state's scores, finite; -inf where it is
+        empty.
     """
 
     outs: torch.Tensor

@@ -29,7 +29,7 @@ LAYER = 1
 class PagedAttentionInputs(NamedTuple):
     """What every implementation of ``paged_attention`` is called with, in this order.
 
-    query: [t h x]. All requests packed.
+    query: [t h x]. All requests packed; any strides but the last, which is 1.
     key_cache: [n k g x]. Pages of keys; any strides but the last, which is 1. Slots past ``cache_seqlens``
         may hold anything, NaN included. h is a multiple of g: head i reads key/value head i // (h / g).
     value_cache: [n k g v]. Pages of values, likewise, in the same type; often the same memory.

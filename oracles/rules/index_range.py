@@ -1,13 +1,14 @@
 """Addresses beyond 32 bits.
 
-Claim: with pages so far apart that every one of them begins more than 2³¹ elements into the pool, the output
-    is the same, and what is written arrives there.
-Why: block · stride leaves 32 bits in any pool of some gigabytes: it wraps, and reads or overwrites another
-    request. On a CPU the pool is a mapping of which only the pages in use are ever touched, so nothing large
-    is allocated; on a GPU it is real memory.
-Exact or bounded: bit for bit where the backend repeats itself, else within both radii. Left out where the
-    backend declines such strides, where there are no pages, or where there is no such memory.
-Kills: offsets of pages and slots in 32 bits, in readers and in writers.
+Claim: with pages that begin more than 2³¹ elements into the pool, and then with query rows, tokens or states
+    so far apart that the second half of them does, the output is the same, and what is written arrives there.
+Why: block · stride leaves 32 bits in any pool of some gigabytes, and token · stride in a long prefill: it
+    wraps, and reads or overwrites another request. On a CPU such memory is a mapping of which only what is in
+    use is ever touched, so nothing large is allocated; on a GPU it is real memory.
+Exact or bounded: bit for bit where the backend repeats itself, else within both radii. Left out where there
+    is no such memory.
+Kills: offsets of pages, slots, rows and states in 32 bits, numbers of blocks in 16, in readers and in
+    writers.
 """
 
 import mmap
@@ -19,7 +20,7 @@ import torch
 
 from oracles.compare import identical
 from oracles.oracle import Oracle, Trial, private_copy
-from oracles.probes import nothing, pools, runnable, same
+from oracles.probes import nothing, pools, same
 from oracles.verdict import Finding
 
 FAR = 2**31
@@ -30,67 +31,116 @@ ALIGNMENT = 4096
 # Linux's MAP_NORESERVE, which older Pythons do not name: memory that is never touched counts for nothing.
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
+ROWS = ("ql_nope", "q_nope", "q_pe", "query", "kv_c", "k_pe", "outs", "lses", "x")
+
 
 def check(trial: Trial) -> Finding:
-    """Run over the same pages, far apart."""
+    """Run over the same pages, far in, and over the same rows, far apart."""
     if trial.runs_on not in ("", trial.device):
         return nothing(f"memory this large is not sent to {trial.runs_on}: judge there")
-    inputs = trial.inputs
-    caches = {name: getattr(inputs, name) for name in pools(inputs)}
-    first = next(iter(caches.values()))
-    num_blocks, itemsize = first.shape[0], first.element_size()
-    stride = -(-FAR // (num_blocks * ALIGNMENT)) * ALIGNMENT
-    gap = (stride - first[0].numel()) * itemsize
-    if gap < 0 or not runnable(trial, replace(trial.case, layout=replace(trial.case.layout, block_gap=gap))):
-        return nothing("the backend does not take pages this far apart")
-    try:
-        far = {name: _far(cache, stride) for name, cache in caches.items()}
-    except (OSError, torch.OutOfMemoryError) as error:
-        return nothing(f"no memory for pages this far apart: {str(error).splitlines()[0]}")
-    private = private_copy(inputs)
-    output = trial.call(private._replace(**far, **_moved(private, num_blocks, first.shape[1])))
-    if not trial.problem.writes:
-        return same(trial, output, "with pages beyond 2³¹ elements", exact=True)
-    left = trial.left()
-    for name in trial.problem.writes:
-        finding = identical(name, far[name][num_blocks:], getattr(left, name), "n k e", inputs)
+    findings = []
+    for what, move in (("pages", _far_pages), ("rows", _far_rows)):
+        private = private_copy(trial.inputs)
+        try:
+            moved = move(private)
+        except (OSError, torch.OutOfMemoryError) as error:
+            findings.append(nothing(f"no memory for {what} this far apart: {str(error).splitlines()[0]}"))
+            continue
+        if moved is None:
+            continue
+        output = trial.call(moved)
+        finding = _as_before(trial, output, moved, f"with {what} beyond 2³¹ elements")
         if not finding.ok:
-            return replace(finding, detail=f"with pages beyond 2³¹ elements: {finding.detail}")
-    return Finding(ok=True, num_checked=far[trial.problem.writes[0]][num_blocks:].numel())
+            return finding
+        findings.append(finding)
+    spoken = [finding for finding in findings if not finding.detail]
+    return (spoken or findings or [nothing("nothing has two rows")])[0]
 
 
-def _far(cache: torch.Tensor, stride: int) -> torch.Tensor:
-    """The same pages behind as many that nobody owns, ``stride`` elements apart."""
-    num_blocks = cache.shape[0]
-    size = (2 * num_blocks * stride + cache[0].numel()) * cache.element_size()
-    if cache.device.type == "cpu":
+def _as_before(trial: Trial, output: Any, moved: Any, what: str) -> Finding:
+    if not trial.problem.writes:
+        return same(trial, output, what, exact=True)
+    left, findings = trial.left(), []
+    for name in trial.problem.writes:
+        want = getattr(left, name)
+        got = getattr(moved, name)[-want.shape[0] :]
+        finding = identical(name, got, want, "n k e", trial.inputs)
+        if not finding.ok:
+            return replace(finding, detail=f"{what}: {finding.detail}")
+        findings.append(finding)
+    return findings[0]
+
+
+def _far_pages(inputs: Any) -> Any:
+    """The inputs with their pages behind 2³¹ elements' worth of pages that nobody owns, or None."""
+    if not any(hasattr(inputs, name) for name in ("kv_cache", "key_cache")):
+        return None
+    caches = {name: getattr(inputs, name) for name in pools(inputs)}
+    num_blocks, block_size = next(iter(caches.values())).shape[:2]
+    before = max(-(-FAR // cache.stride(0)) for cache in caches.values())
+    far = {}
+    for name, cache in caches.items():
+        far[name] = _memory(cache, (before + num_blocks, *cache.shape[1:]), cache.stride())
+        far[name][before:] = cache
+    return inputs._replace(**far, **_renamed(inputs, before, num_blocks, block_size))
+
+
+def _renamed(inputs: Any, before: int, num_blocks: int, block_size: int) -> dict[str, torch.Tensor]:
+    """The fields that name pages, each live name larger by ``before`` pages."""
+    if hasattr(inputs, "block_table"):
+        table = inputs.block_table
+        return {"block_table": torch.where(table < num_blocks, table + before, table)}
+    slot = inputs.slot_mapping
+    return {"slot_mapping": torch.where(slot >= 0, slot + before * block_size, slot)}
+
+
+def _far_rows(inputs: Any) -> Any:
+    """The inputs with half of several rows or states 2³¹ elements behind the first and more, or None."""
+    far = {}
+    for name in ROWS:
+        tensor = getattr(inputs, name, None)
+        if tensor is not None and tensor.shape[0] > 1 and tensor[0].numel():
+            stride = -(-FAR // (tensor.shape[0] // 2 * ALIGNMENT)) * ALIGNMENT
+            far[name] = _memory(tensor, tensor.shape, (stride, *tensor[0].contiguous().stride()))
+            far[name].copy_(tensor)
+    return inputs._replace(**far) if far else None
+
+
+def _memory(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """Memory that is not touched yet, in this shape and with these strides.
+
+    Raises: OSError or torch.OutOfMemoryError where there is not as much.
+    """
+    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    size = (last + 1) * like.element_size()
+    if like.device.type == "cpu":
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
     else:
-        memory = torch.empty(size, dtype=torch.uint8, device=cache.device)
-    inner = cache[0].contiguous().stride()
-    far = memory.view(cache.dtype).as_strided((2 * num_blocks, *cache.shape[1:]), (stride, *inner))
-    far[num_blocks:] = cache
-    return far
-
-
-def _moved(inputs: Any, num_blocks: int, block_size: int) -> dict[str, torch.Tensor]:
-    """The fields that name pages, each live name larger by ``num_blocks`` pages."""
-    if hasattr(inputs, "block_table"):
-        table = inputs.block_table
-        return {"block_table": torch.where(table < num_blocks, table + num_blocks, table)}
-    slot = inputs.slot_mapping
-    return {"slot_mapping": torch.where(slot >= 0, slot + num_blocks * block_size, slot)}
+        memory = torch.empty(size, dtype=torch.uint8, device=like.device)
+    return memory.view(like.dtype).as_strided(shape, strides)
 
 
 ORACLE = Oracle(
     name="index_range",
     check=check,
-    problems=("latent_attention", "attention", "paged_attention", "cache_gather", "cache_write"),
+    problems=(
+        "latent_attention",
+        "attention",
+        "paged_attention",
+        "cache_gather",
+        "cache_write",
+        "merge_states",
+        "rope",
+    ),
     kills=(
         "read_in_32_bits",
         "paged_read_in_32_bits",
         "gather_in_32_bits",
         "write_in_32_bits",
+        "blocks_numbered_in_16_bits",
+        "query_offset_in_32_bits",
+        "states_offset_in_32_bits",
+        "write_token_offset_in_32_bits",
     ),
 )

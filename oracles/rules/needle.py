@@ -5,8 +5,9 @@ Claim: where every query is far closer to one key than to all others, the row re
 Why: the other weights underflow to 0, so any key that is lost, moved, read twice or masked wrongly shows as
     another value. The keys stand at the edges of blocks, tiles, halves and quarters; every head looks for
     another one, and scores are in the hundreds, where an exponential without a maximum overflows.
-Exact or bounded: as for a single key. A key's code is its number in signs, repeated over the channels that
-    carry no value; keys that nobody looks for have none.
+Exact or bounded: values as for a single key. A key's code is its number in signs, repeated over the channels
+    that carry no value; keys that nobody looks for have none. So a score is a count of signs times a power of
+    two, which no accumulator rounds up to 256, and lse is within the roundings of the scale and of its base.
 Kills: pages, masks, splits and merges that lose or confuse a key, rescaling that is forgotten, overflow.
 """
 
@@ -39,12 +40,16 @@ GAP = {False: 120.0, True: 800.0}
 
 MAX_CANDIDATES = 64
 
+# Channels of signs whose sums every accumulator holds: bfloat16 has eight bits.
+EXACTLY_SUMMED = 256
+
 
 def check(trial: Trial) -> Finding:
     """Run with one key to be found by each row and head."""
     if not code_width(trial.inputs):
         return nothing("without rope channels a key is its value")
-    return shows(trial, plant, exactly_scaled(trial.case))
+    exact_dots = code_width(trial.inputs) <= EXACTLY_SUMMED
+    return shows(trial, plant, exactly_scaled(trial.case), exact_dots=exact_dots)
 
 
 def plant(case: Case, device: str) -> Probe:
@@ -128,5 +133,6 @@ ORACLE = Oracle(
         "last_page_stale",
         "splits_exchanged",
         "one_element_five_percent",
+        "logarithm_of_two_to_four_digits",
     ),
 )

@@ -1,0 +1,97 @@
+"""What torch keeps for a whole process: types, flags, threads, the random stream. A call leaves it as it was.
+
+The judge looks before and after every call, and puts back what was changed: a default type that a backend
+leaves behind would else be the judge's own, in every later case.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Setting(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+# A product with it is 0 where a processor flushes denormal numbers.
+LEAST = 5e-324
+
+
+def _flushes_denormals(one: float = 1.0) -> bool:
+    return LEAST * one == 0.0
+
+
+def _device() -> torch.device:
+    return torch.get_default_device()
+
+
+def _use_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _cudnn(name: str) -> _Setting:
+    return _Setting(
+        lambda: getattr(torch.backends.cudnn, name),
+        lambda value: setattr(torch.backends.cudnn, name, value),
+    )
+
+
+def _precision(where: Any) -> _Setting:
+    # Not get_float32_matmul_precision, which raises where somebody has used these.
+    return _Setting(lambda: where.fp32_precision, lambda value: setattr(where, "fp32_precision", value))
+
+
+def _autocast(device: str) -> _Setting:
+    return _Setting(
+        lambda: torch.is_autocast_enabled(device), lambda value: torch.set_autocast_enabled(device, value)
+    )
+
+
+SETTINGS: dict[str, _Setting] = {
+    "the default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "the default device": _Setting(_device, _use_device),
+    "the gradient mode": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "whether algorithms are deterministic": _Setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+    ),
+    "the precision of float32": _precision(torch.backends),
+    "the precision of float32 matmuls on a GPU": _precision(torch.backends.cuda.matmul),
+    "the precision of float32 matmuls on the CPU": _precision(attrgetter("mkldnn.matmul")(torch.backends)),
+    "cudnn.benchmark": _cudnn("benchmark"),
+    "cudnn.deterministic": _cudnn("deterministic"),
+    "autocast on the CPU": _autocast("cpu"),
+    "autocast on a GPU": _autocast("cuda"),
+    "the number of threads": _Setting(torch.get_num_threads, torch.set_num_threads),
+    "whether denormal numbers are flushed": _Setting(_flushes_denormals, torch.set_flush_denormal),
+    "torch's random stream": _Setting(
+        lambda: torch.get_rng_state().numpy().tobytes(),
+        lambda raw: torch.set_rng_state(torch.frombuffer(bytearray(raw), dtype=torch.uint8)),
+    ),
+    "Python's random stream": _Setting(random.getstate, random.setstate),
+}
+
+
+def _on_gpus() -> dict[str, _Setting]:
+    """Likewise of a GPU, once there is a context to ask."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {"the current GPU": _Setting(torch.cuda.current_device, torch.cuda.set_device)}
+
+
+@contextmanager
+def kept(changed: list[str]) -> Iterator[None]:
+    """Every setting is afterwards as it was; what was changed meanwhile is appended, in words."""
+    settings = SETTINGS | _on_gpus()
+    before = {name: setting.read() for name, setting in settings.items()}
+    try:
+        yield
+    finally:
+        for name, setting in settings.items():
+            if (after := setting.read()) != before[name]:
+                setting.write(before[name])
+                changed.append(name if isinstance(after, (bytes, tuple)) else f"{name}: is {after}")

@@ -1,0 +1,96 @@
+"""What belongs to the whole process is seen when it changes, and put back."""
+
+import random
+
+import pytest
+import torch
+
+from mla_ref.backend import Backend
+from mla_ref.merge_states import BACKEND
+from oracles.mutants import MERGE
+from oracles.process_state import SETTINGS, kept
+from oracles.verdict import FAIL, PASS
+from oracles.verify import judge
+
+ACTS = {
+    "the default dtype": lambda: torch.set_default_dtype(torch.bfloat16),
+    "the default device": lambda: torch.set_default_device("meta"),
+    "the gradient mode": lambda: torch.set_grad_enabled(False),
+    "whether algorithms are deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "the precision of float32": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "the precision of float32 matmuls on a GPU": lambda: torch.set_float32_matmul_precision("high"),
+    "the precision of float32 matmuls on the CPU": lambda: setattr(
+        torch.backends.mkldnn.matmul, "fp32_precision", "bf16"
+    ),
+    "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    "cudnn.deterministic": lambda: setattr(torch.backends.cudnn, "deterministic", True),
+    "autocast on the CPU": lambda: torch.set_autocast_enabled("cpu", True),
+    "autocast on a GPU": lambda: torch.set_autocast_enabled("cuda", True),
+    "the number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "whether denormal numbers are flushed": lambda: torch.set_flush_denormal(True),
+    "torch's random stream": lambda: torch.manual_seed(5),
+    "Python's random stream": random.random,
+}
+
+
+def test_every_setting_has_an_act():
+    assert set(ACTS) == set(SETTINGS)
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_a_change_is_named_and_put_back(name):
+    before, changed = {other: setting.read() for other, setting in SETTINGS.items()}, []
+    with kept(changed):
+        ACTS[name]()
+    assert any(line.startswith(name) for line in changed), changed
+    assert {other: setting.read() for other, setting in SETTINGS.items()} == before
+
+
+def test_nothing_is_said_where_nothing_changes():
+    changed = []
+    with kept(changed):
+        torch.ones(3).sum()
+    assert changed == []
+
+
+def test_a_call_that_raises_is_looked_at_too():
+    changed = []
+
+    def fall():
+        torch.set_default_dtype(torch.float64)
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"), kept(changed):
+        fall()
+    assert torch.get_default_dtype() == torch.float32
+    assert changed == ["the default dtype: is torch.float64"]
+
+
+def test_what_the_first_call_leaves_behind_is_a_verdict():
+    calls = []
+
+    def fn(*args):
+        if not calls:
+            torch.set_default_dtype(torch.float64)
+        calls.append(None)
+        return BACKEND.fn(*args)
+
+    verdicts = judge(Backend("left", "merge_states", fn), MERGE, oracles=["value", "process_state"])
+    assert [v.status for v in verdicts] == [PASS, FAIL]
+    assert "the default dtype: is torch.float64" in verdicts[1].detail
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_outputs_that_share_memory_do_not_hide_a_second_run():
+    """Two runs in one buffer would always be equal, were they not copied."""
+    buffers, calls = {}, []
+
+    def fn(*args):
+        output, calls[:] = BACKEND.fn(*args), [*calls, None]
+        buffer = buffers.setdefault(output.out.shape, output)
+        for old, new in zip(buffer, output, strict=True):
+            old.copy_(new * (len(calls) % 2))
+        return buffer
+
+    (verdict,) = judge(Backend("shared", "merge_states", fn), MERGE, oracles=["repeat"])
+    assert verdict.status == FAIL

@@ -482,6 +482,59 @@ def _producer(
     gdc_launch_dependents()
 
 
+@gluon.jit
+def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr, RAW: gl.constexpr):
+    """The buffers, the barriers, set up, and if RAW those of codes that are yet to be expanded."""
+    L_BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    L_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s_q = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
+    s_q_pe = gl.allocate_shared_memory(DTYPE, [BLOCK, ROPE], L_NARROW)
+    s_left = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
+    s_right = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
+    s_pe = gl.allocate_shared_memory(DTYPE, [2, BLOCK, ROPE], L_NARROW)
+    s_p0 = gl.allocate_shared_memory(DTYPE, [BLOCK, BLOCK], L_NARROW)
+    s_m0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
+    s_m1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
+    s_l0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
+    s_l1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
+    bar_q = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
+    bar_m0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
+    bar_m1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
+    bar_p0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
+    bar_p1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
+    bar_l = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
+    bar_l_free = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
+    if RAW:
+        bar_l_raw = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
+    bar_r = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
+    bar_r_free = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
+    if RAW:
+        bar_r_raw = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
+    bar_sum = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
+    mbarrier.init(bar_q, count=1)
+    mbarrier.init(bar_m0, count=1)
+    mbarrier.init(bar_m1, count=1)
+    mbarrier.init(bar_p0, count=1)
+    mbarrier.init(bar_p1, count=1)
+    for j in gl.static_range(2):
+        mbarrier.init(bar_l.index(j), count=1)
+        mbarrier.init(bar_l_free.index(j), count=1)
+        if RAW:
+            mbarrier.init(bar_l_raw.index(j), count=1)
+        mbarrier.init(bar_r.index(j), count=1)
+        mbarrier.init(bar_r_free.index(j), count=1)
+        if RAW:
+            mbarrier.init(bar_r_raw.index(j), count=1)
+        mbarrier.init(bar_sum.index(j), count=1)
+    fence_async_shared()
+    buffers = (s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1)
+    bars = (bar_q, bar_l, bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum)
+    if RAW:
+        return buffers, bars, (bar_l_raw, bar_r_raw)
+    else:  # noqa: RET505 (a branch that is decided at compile time needs its else)
+        return buffers, bars
+
+
 @gluon.jit(
     do_not_specialize=["table_stride", "H", "i_zero"],
     do_not_specialize_on_alignment=["block_table", "items", "offsets"],
@@ -502,44 +555,9 @@ def mla_decode_kernel(
     ROWS: gl.constexpr = LANES * BLOCK
     L_WIDE: gl.constexpr = q_nope.layout
     L_NARROW: gl.constexpr = q_pe.layout
-    L_BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    L_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    s_q = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
-    s_q_pe = gl.allocate_shared_memory(DTYPE, [BLOCK, ROPE], L_NARROW)
-    s_left = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
-    s_right = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
-    s_pe = gl.allocate_shared_memory(DTYPE, [2, BLOCK, ROPE], L_NARROW)
-    s_p0 = gl.allocate_shared_memory(DTYPE, [BLOCK, BLOCK], L_NARROW)
-    s_m0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
-    s_m1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
-    s_l0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
-    s_l1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
-    bar_q = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_m0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_m1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_p0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_p1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_l = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
-    bar_l_free = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
-    bar_r = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
-    bar_r_free = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
-    bar_sum = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
-    mbarrier.init(bar_q, count=1)
-    mbarrier.init(bar_m0, count=1)
-    mbarrier.init(bar_m1, count=1)
-    mbarrier.init(bar_p0, count=1)
-    mbarrier.init(bar_p1, count=1)
-    for j in gl.static_range(2):
-        mbarrier.init(bar_l.index(j), count=1)
-        mbarrier.init(bar_l_free.index(j), count=1)
-        mbarrier.init(bar_r.index(j), count=1)
-        mbarrier.init(bar_r_free.index(j), count=1)
-        mbarrier.init(bar_sum.index(j), count=1)
-    fence_async_shared()
+    buffers, bars = _shared(DTYPE, L_WIDE, L_NARROW, False)
+    s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1 = buffers
     gdc_wait()
-    bars = (
-        bar_q, bar_l, bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum,
-    )  # fmt: skip
     consumer = (
         s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1, bars, out, lse, partial_out,
         partial_lse, items, offsets, i_part, i_lane, H, scale_log2, gl.constexpr(ROWS),

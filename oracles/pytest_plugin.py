@@ -2,7 +2,8 @@
 
 ``pytest --mla-backend pkg.module:NAME`` adds one test for each problem, oracle and stage of that backend's
 matrix; so does ``@pytest.mark.mla_conformance(backend=...)`` on a test function, which is then called after
-each claim that held. Nothing of the package is imported, and nothing changes, unless one of them is used.
+each claim that held. Such a test is run alone by its id, ``pytest mla-verify::pkg.module:NAME/…``. Nothing of
+the package is imported, and nothing changes, unless one of them is used.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ PROPERTY = "mla_backend"  # of a test's report: whose claim it held
 FILE = "mla-verify"  # where tests are that no file holds
 
 NAMES = ("problem", "preset", "format", "oracle")
+
+# What of ``FILE`` was asked for by name.
+_NAMED = pytest.StashKey[list[str]]()
 
 # By what is judged together: the oracles that were chosen, and the verdicts so far.
 _WANTED = pytest.StashKey[dict[tuple["Selection", str, str], list[str]]]()
@@ -80,13 +84,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker is known in every suite."""
+    """The marker is known in every suite, and ``FILE`` is no path to look for."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(backend, problem, preset, format, oracle, case, device, seed, full, cases, require, "
         "timeout): hold a backend of mla-verify to every claim, one test each",
     )
     config.pluginmanager.register(Tally(), "mla-verify-tally")
+    ours = [arg for arg in config.args if arg.partition("::")[0] == FILE]
+    config.stash[_NAMED] = [arg.partition("::")[2] for arg in ours]
+    if not _only_hands_out(config):  # whoever does passes the words on
+        config.args[:] = [arg for arg in config.args if arg not in ours]
+
+
+def _only_hands_out(config: pytest.Config) -> bool:
+    return config.getoption("dist", "no") != "no" and not _is_worker(config)
 
 
 class Tally:
@@ -141,8 +153,16 @@ def _selection(config: pytest.Config, backend: str, **changed: Any) -> Selection
     values["case"] = tuple(_found(config, name) for name in values["case"])
     values["device"] = values["device"] or "cpu"
     for name in ("seed", "cases"):
-        values[name] = int(values[name] or 0)
+        values[name] = _whole(name, values[name])
     return Selection(backend, **values)
+
+
+def _whole(name: str, value: Any) -> int:
+    """Raises: ValueError, of a configuration file's text or a marker's value."""
+    try:
+        return int(value or 0)
+    except (TypeError, ValueError):
+        raise ValueError(f"mla_{name} is {value!r}, must be an integer") from None
 
 
 def _found(config: pytest.Config, name: str) -> str:
@@ -174,6 +194,7 @@ class ConformanceItem(pytest.Item):
         super().__init__(**kwargs)
         self.claim = claim
         self.add_marker(MARKER)
+        self.extra_keyword_matches.add(FILE)  # -k looks at names, of which the id shows one more
 
     def runtest(self) -> None:
         """Judge."""
@@ -241,30 +262,100 @@ def _together(claim: Claim) -> tuple[Selection, str, str]:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A marked test that no claim could be given to must not pass for one."""
+    if item.get_closest_marker(MARKER) is not None and _claim(item) is None:
+        where = "methods of unittest.TestCase take no parameters" if _of_unittest(item) else "is no function"
+        pytest.fail(f"{MARKER}: {item.name} holds no claim: {where}", pytrace=False)
+
+
+def _of_unittest(item: pytest.Item) -> bool:
+    unittest = sys.modules.get("unittest")
+    return unittest is not None and issubclass(getattr(item, "cls", None) or object, unittest.TestCase)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Add the tests of ``--mla-backend`` before any are chosen, and mark the failures that are known."""
-    for backend in config.getoption("mla_backend") or ():
+    """Add the tests of backends that were named before any are chosen, and mark the failures that are known.
+
+    Raises: UsageError in one line; one of pytest-xdist's workers, which may not, says it like a broken file.
+    """
+    try:
+        items += _added(session, config, items)
+        ours = [(item, claim) for item in items if (claim := _claim(item)) is not None]
+        for item, claim in ours:
+            item.user_properties.append((PROPERTY, claim.selection.backend))
+            if config.pluginmanager.hasplugin("xdist"):  # whose mark it is
+                group = f"{claim.selection.backend}/{claim.problem}/{claim.stage}"
+                item.add_marker(pytest.mark.xdist_group(group))
+        if ours:
+            _expect(config, ours)
+    except pytest.UsageError as error:
+        if not _is_worker(config):
+            raise
+        items.clear()
+        config.hook.pytest_collectreport(report=pytest.CollectReport(FILE, "failed", str(error), []))
+
+
+def _added(
+    session: pytest.Session, config: pytest.Config, items: Sequence[pytest.Item]
+) -> list[ConformanceItem]:
+    """Tests of backends that the command line or a configuration file names.
+
+    A claim that a marked function stands for is not added again.
+    """
+    added: list[ConformanceItem] = []
+    taken: set[Claim] = set()
+    for backend in _backends(config):
+        taken = taken or {claim for item in items if (claim := _claim(item)) is not None}
+        chosen = [name for name in config.stash[_NAMED] if name.partition("/")[0] == backend]
         try:
             claims = _claims(config, backend)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
-        added = [
+        for name in chosen:
+            if not any(_below(claim, name) for claim in claims):
+                raise pytest.UsageError(f"not found: {FILE}::{name}")
+        added += [
             ConformanceItem.from_parent(session, name=claim.name, nodeid=f"{FILE}::{claim.name}", claim=claim)
             for claim in claims
+            if claim not in taken and (not chosen or any(_below(claim, name) for name in chosen))
         ]
-        items += added
+    if added:
         # For whoever counts what was collected.
         report = pytest.CollectReport(FILE, "passed", None, list(added))
         config.hook.pytest_collectreport(report=report)
-    ours = [(item, claim) for item in items if (claim := _claim(item)) is not None]
-    if not ours:
-        return
-    for item, claim in ours:
-        item.user_properties.append((PROPERTY, claim.selection.backend))
-        item.add_marker(pytest.mark.xdist_group(f"{claim.selection.backend}/{claim.problem}/{claim.stage}"))
-    _expect(config, ours)
+    return added
+
+
+def _below(claim: Claim, name: str) -> bool:
+    """Whether a claim has a name, or one that goes on after a "/"."""
+    return f"{claim.name}/".startswith(f"{name.rstrip('/')}/")
+
+
+def _backends(config: pytest.Config) -> list[str]:
+    """Whose tests are added.
+
+    Those in a configuration file are part of the suite: where single files or tests of it are asked for,
+    they are not.
+    """
+    ids = config.stash[_NAMED]
+    named = [name.partition("/")[0] for name in ids if name]
+    given = config.getoption("mla_backend")
+    if given is None and len(named) == len(ids) and (ids or _singled_out(config)):
+        given = ()
+    given = config.getini("mla_backend") if given is None else given
+    return list(dict.fromkeys([*given, *named]))
+
+
+def _singled_out(config: pytest.Config) -> bool:
+    """Whether a file or a test was asked for, not folders alone."""
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        return False
+    words = [arg for arg in config.args if arg not in config.getini("testpaths")]
+    return any("::" in arg or (config.invocation_params.dir / arg).is_file() for arg in words)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -283,7 +374,7 @@ def _expect(config: pytest.Config, ours: Sequence[tuple[pytest.Item, Claim]]) ->
     if not name:
         return
     names = {claim.name: claim for _, claim in ours}
-    for known in _read(config.rootpath / name):
+    for known in _read(config.rootpath / _found(config, name)):
         matched = [(item, claim) for item, claim in ours if fnmatch.fnmatchcase(claim.name, known.pattern)]
         for item, _ in matched:
             item.add_marker(pytest.mark.xfail(reason=known.reason, strict=True))

@@ -223,6 +223,170 @@ def test_a_configuration_file_says_it_once(project):
     run(project, "--mla-oracle=value", "--mla-oracle=lse").assert_outcomes(passed=8)
 
 
+CONFIGURED = {
+    "pytest.ini": "[pytest]\nmla_backend = my_kernel:RIGHT\nmla_preset = a.x-k2\nmla_oracle = lse\n"
+    "mla_seed = 3\n",
+    "setup.cfg": "[tool:pytest]\nmla_backend = my_kernel:RIGHT\nmla_preset = a.x-k2\nmla_oracle = lse\n",
+    "pyproject.toml": '[tool.pytest.ini_options]\nmla_backend = "my_kernel:RIGHT"\nmla_preset = ["a.x-k2"]\n'
+    'mla_oracle = "lse"\nmla_seed = 3\nmla_full = true\n',
+    "tox.ini": "[pytest]\naddopts = --mla-backend my_kernel:RIGHT --mla-preset a.x-k2 --mla-oracle lse\n",
+}
+
+
+@pytest.mark.parametrize("file", CONFIGURED)
+def test_a_backend_in_a_configuration_file_alone_is_tested(project, file):
+    project.path.joinpath(file).write_text(CONFIGURED[file], encoding="utf-8")
+    project.makepyfile(test_own="def test_own(): pass")
+    names = [f"mla-verify::my_kernel:RIGHT/latent_attention/lse/{stage}" for stage in STAGES]
+
+    def collected(*words):
+        return [name for name in run(project, "--collect-only", "-q", *words).outlines if "::" in name]
+
+    assert sorted(collected()) == sorted([*names, "test_own.py::test_own"])
+    assert sorted(collected(".")) == sorted([*names, "test_own.py::test_own"])
+    if file != "tox.ini":  # what stands on the command line is asked for
+        assert collected("test_own.py") == ["test_own.py::test_own"]
+    elsewhere = collected("--mla-backend=my_kernel:WRONG", "test_own.py")
+    assert "mla-verify::my_kernel:WRONG/latent_attention/lse/decode" in elsewhere
+
+
+def test_a_backend_in_the_environment_alone_is_tested(project, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"--mla-backend=my_kernel:RIGHT {' '.join(SMALL)}")
+    result = run(project, "--collect-only", "-q")
+    assert sum(line.startswith("mla-verify::my_kernel:RIGHT/") for line in result.outlines) == 8
+
+
+def test_a_number_in_a_configuration_file_that_is_none_is_said(project):
+    project.makeini("[pytest]\nmla_backend = my_kernel:RIGHT\nmla_seed = x\n")
+    result = run(project)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: mla_seed is 'x', must be an integer" in result.stderr.str()
+
+
+def test_a_test_is_run_by_its_id_alone(project):
+    project.makeini("[pytest]\nmla_preset = a.x-k2\nmla_format = bf16\n")
+    project.makepyfile(test_own="def test_own(): pass")
+    one = "mla-verify::my_kernel:RIGHT/latent_attention/lse/decode"
+    result = run(project, "-v", one)
+    result.assert_outcomes(passed=1)
+    assert f"{one} PASSED" in result.stdout.str()
+    run(project, one, "test_own.py").assert_outcomes(passed=2)
+    outlines = run(
+        project, "--collect-only", "-q", "mla-verify::my_kernel:RIGHT/latent_attention/lse"
+    ).outlines
+    assert sorted(name for name in outlines if "::" in name) == sorted(
+        f"mla-verify::my_kernel:RIGHT/latent_attention/lse/{stage}" for stage in STAGES
+    )
+    for wrong in (f"{one}s", "mla-verify::my_kernel:RIGHT/rope"):
+        result = run(project, wrong)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert f"ERROR: not found: {wrong}" in result.stderr.str()
+
+
+def test_words_of_an_id_choose_tests(project):
+    project.makepyfile(test_own="def test_own(): pass")
+    words = ["--mla-backend=my_kernel:RIGHT", *SMALL, "--collect-only", "-q", "-k"]
+    outlines = run(project, *words, "mla-verify and decode").outlines
+    assert sum(name.startswith("mla-verify::") for name in outlines) == 2
+    assert "test_own.py::test_own" in run(project, *words, "not mla-verify").outlines
+
+
+@pytest.mark.parametrize("where", ["method", "class"])
+def test_a_marked_unittest_is_no_pass(project, where):
+    marker = '@pytest.mark.mla_conformance("my_kernel:WRONG", preset="a.x-k2", format="bf16", oracle="value")'
+    on = {"class": ("", ""), "method": ("", "")} | {where: (marker, marker)}
+    project.makepyfile(
+        f"import pytest, unittest\n{on['class'][0]}\nclass TestIt(unittest.TestCase):\n"
+        f"    {on['method'][0]}\n    def test_kernel(self): pass\n"
+    )
+    result = run(project)
+    result.assert_outcomes(errors=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    said = "mla_conformance: test_kernel holds no claim: methods of unittest.TestCase take no parameters"
+    assert said in result.stdout.str()
+
+
+def test_a_plain_class_is_marked_like_its_functions(project):
+    project.makepyfile(
+        "import pytest\n@pytest.mark.mla_conformance('my_kernel:RIGHT', preset='a.x-k2', oracle='lse')\n"
+        "class TestIt:\n    def test_kernel(self): pass\n"
+    )
+    run(project, "-k", "decode").assert_outcomes(passed=1, deselected=3)
+
+
+def test_without_xdist_strict_markers_hold(project):
+    words = ["--mla-backend=my_kernel:RIGHT", *SMALL, "-k", "decode", "--strict-markers", "-W", "error"]
+    done = project.runpytest_subprocess(*words, "-p", "no:xdist")
+    done.assert_outcomes(passed=2, deselected=6)
+
+
+def test_known_failures_are_looked_up_beside_the_caller_and_the_configuration(project, monkeypatch):
+    project.makeini("[pytest]\n")
+    below = project.mkdir("below")
+    words = ["--mla-backend=my_kernel:WRONG", *SMALL[:3], "--mla-xfail=known.txt", "-k", "decode"]
+    for folder in (below, project.path):
+        monkeypatch.chdir(below)
+        folder.joinpath("known.txt").write_text("my_kernel:WRONG/*  known\n", encoding="utf-8")
+        result = run(project, *words)
+        folder.joinpath("known.txt").unlink()
+        assert chosen(result) == {"xfailed": 1}
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            "raise RuntimeError('no driver\\nat all')",
+            "backend 'theirs': its import raised RuntimeError: no driver",
+        ),
+        ("raise SystemExit(3)", "backend 'theirs': its import raised SystemExit: 3"),
+        (
+            "import no_such_library",
+            "backend 'theirs': cannot import 'theirs': No module named 'no_such_library'",
+        ),
+        ("def broken(:", "backend 'theirs': its import raised SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(project, monkeypatch, module, message):
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    project.makepyfile(theirs=module)
+    result = run(project, "--mla-backend=theirs", *SMALL)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert next(line for line in result.errlines if line.strip()).startswith(f"ERROR: {message}")
+
+
+def test_workers_say_what_cannot_be_in_one_line_too(project):
+    pytest.importorskip("xdist", reason="asks workers of pytest-xdist")
+    project.makepyfile(theirs="raise RuntimeError('no driver')", test_own="def test_own(): pass")
+    done = project.runpytest_subprocess("--mla-backend=theirs", *SMALL, "-n1")
+    assert done.ret not in (0, pytest.ExitCode.INTERNAL_ERROR)
+    out = done.stdout.str()
+    assert "INTERNALERROR" not in out
+    assert "backend 'theirs': its import raised RuntimeError: no driver" in out
+
+
+def test_a_package_and_a_configuring_file_hold_backends(project):
+    """As do a folder with a space in its name, and a module that prints when it is imported."""
+    home = project.mkdir("a folder")
+    home.joinpath("my_kernel.py").write_text(KERNEL, encoding="utf-8")
+    home.joinpath("conftest.py").write_text("from my_kernel import RIGHT\n", encoding="utf-8")
+    home.joinpath("pack").mkdir()
+    home.joinpath("pack", "__init__.py").write_text(
+        "import sys\nfrom my_kernel import RIGHT as BACKEND\nprint('out')\nprint('err', file=sys.stderr)\n",
+        encoding="utf-8",
+    )
+    words = ["--mla-backend=conftest:RIGHT", "--mla-backend=pack", *SMALL[:3], "-k", "decode"]
+    done = project.runpytest_subprocess(f"--rootdir={home}", *words, home)
+    done.assert_outcomes(passed=2, deselected=6)
+
+
+def test_what_failed_last_is_run_again_alone(project):
+    words = ["--mla-backend=my_kernel:RIGHT", "--mla-backend=my_kernel:WRONG", *SMALL[:3]]
+    run(project, *words, "-x", "-k", "decode").assert_outcomes(passed=1, failed=1, deselected=6)
+    result = run(project, *words, "--lf")
+    result.assert_outcomes(failed=1, deselected=7)
+
+
 def test_drawn_cases_are_a_stage_of_their_own_and_their_failures_are_made_small(project):
     words = ["--mla-cases=4", "-k", "drawn and (value or contract) and not value_scale", "--mla-seed=3"]
     result = run(project, "--mla-backend=my_kernel:WRONG", *SMALL[:2], *words)

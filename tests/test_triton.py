@@ -15,6 +15,7 @@ from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.layout import CacheLayout
+from mla_ref.pages import DEAD_BLOCK
 from mla_ref.problem import problem
 from oracles.coverage import draw
 from oracles.verdict import FAIL, PASS, UNSUPPORTED
@@ -216,3 +217,21 @@ def test_the_interpreter_does_no_idle_work(seed: int, monkeypatch: pytest.Monkey
     assert max(described.values()) > 100
     assert torch.equal(first.out, again.out)
     assert torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("columns", [0, 2000])
+def test_a_batch_invariant_call_keeps_no_partial_results_however_wide_the_table(seed, monkeypatch, columns):
+    """What a server's longest request could need is not reserved for every batch."""
+    inputs = PROBLEM.materialize(case("ragged", seed), torch.device(DEVICE))
+    tail = inputs.block_table.new_full((len(inputs.block_table), columns), DEAD_BLOCK)
+    wide = inputs._replace(block_table=torch.cat([inputs.block_table, tail], dim=1))
+    reserved = []
+
+    def recorded(*args):
+        reserved.append(_split_keys.partial_results(*args))
+        return reserved[-1]
+
+    monkeypatch.setattr(triton_decode, "partial_results", recorded)
+    narrow, other = BACKEND.variants["batch_invariant"](*inputs), BACKEND.variants["batch_invariant"](*wide)
+    assert all(torch.equal(x, y) for x, y in zip(narrow, other, strict=True))
+    assert [x.numel() for partial in reserved for x in partial] == [0] * 6

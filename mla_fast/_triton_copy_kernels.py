@@ -334,6 +334,8 @@ def _merge_states_kernel(
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
+    # A number a row: beside a scalar the interpreter makes a mask of integers, which that of Triton 3.9 refuses.
+    states = tl.full([ROWS], num_states, tl.int32)
     token = (row // num_heads).to(tl.int64)
     head = (row % num_heads).to(tl.int64)
     p_lse = lses + token * stride_lses_token + head * stride_lses_head
@@ -341,7 +343,7 @@ def _merge_states_kernel(
     p_state = p_lse
     for first in range(0, num_states, AHEAD):
         for i in tl.static_range(AHEAD):
-            b_lse = tl.load(p_state, mask=live & (first + i < num_states), other=float("-inf"))
+            b_lse = tl.load(p_state, mask=live & (first + i < states), other=float("-inf"))
             top = tl.maximum(top, b_lse)
             p_state += stride_lses_state
 
@@ -353,9 +355,9 @@ def _merge_states_kernel(
     mixed = tl.zeros([ROWS, V_PADDED], wide)
     for first in range(0, num_states, AHEAD):
         for i in tl.static_range(AHEAD):
-            b_lse = tl.load(p_lse, mask=live & (first + i < num_states), other=float("-inf"))
+            b_lse = tl.load(p_lse, mask=live & (first + i < states), other=float("-inf"))
             # Loaded beside its weight and not after it; that of an empty state is dropped, whatever it is.
-            b_out = tl.load(p_out, mask=(live & (first + i < num_states))[:, None] & real, other=0.0)
+            b_out = tl.load(p_out, mask=(live & (first + i < states))[:, None] & real, other=0.0)
             weight = tl.exp(b_lse.to(wide) - shift)
             value = _float32(b_out) if dtype == tl.bfloat16 else b_out.to(wide)
             total += weight

@@ -334,7 +334,7 @@ def _merge_states_kernel(
     wide: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
-    # A number a row: beside a scalar the interpreter makes a mask of integers, which that of Triton 3.9 refuses.
+    # A number a row: with a scalar the interpreter makes a mask of integers, and Triton 3.9's refuses it.
     states = tl.full([ROWS], num_states, tl.int32)
     token = (row // num_heads).to(tl.int64)
     head = (row % num_heads).to(tl.int64)

@@ -1,11 +1,14 @@
 """Cache formats: how one token's latent and rope channels are stored. One file each.
 
+A format of somebody else's is an entry point of his package, in the group ``mla_verify.formats``.
+
 Padding, block order and strides belong to the cache tensor (``mla_ref.layout``), not to its format.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import entry_points
 
 import torch
 
@@ -47,10 +50,27 @@ class CacheFormat:
         return f"CacheFormat({self.name!r})"
 
 
+# Where other packages name theirs: [project.entry-points."mla_verify.formats"], name = "module:FORMAT".
+GROUP = "mla_verify.formats"
+
+
 @cache
 def formats() -> dict[str, CacheFormat]:
-    """Every cache format by name."""
-    return {fmt.name: fmt for fmt in scan("mla_ref.formats", "FORMAT").values()}
+    """Every cache format by name: those of this folder, then those that installed packages name.
+
+    Raises: ValueError where an entry point is no format, or has a name that is taken.
+    """
+    found: dict[str, CacheFormat] = {fmt.name: fmt for fmt in scan("mla_ref.formats", "FORMAT").values()}
+    for point in sorted(entry_points(group=GROUP)):
+        fmt = point.load()
+        if not isinstance(fmt, CacheFormat):
+            raise ValueError(f"{GROUP}: {point.value} is {type(fmt).__name__}, not CacheFormat")
+        if fmt.name in found:
+            raise ValueError(
+                f"{GROUP}: {point.value} is called {fmt.name!r}, as a format that there is already"
+            )
+        found[fmt.name] = fmt
+    return found
 
 
 def cache_format(name: str) -> CacheFormat:

@@ -169,6 +169,12 @@ KILLED = {
     "first_output_remembered": "call_sequence",
     "semaphore_not_reset": "repeat",
     "rows_not_written": "value",
+    "output_buffer_shared": "reused_memory",
+    "cache_decoded_once": "reused_memory",
+    "weights_kept_by_address": "reused_memory",
+    "table_taken_for_packed": "strides",
+    "scale_of_the_default_type": "surroundings",
+    "output_in_a_graph": "contract",
 }
 
 

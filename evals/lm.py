@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -29,6 +30,7 @@ from evals.path import AttentionPath, layer_of
 from evals.planted import Planted
 from evals.task import TASK, stock_task
 
+LOG = logging.getLogger(__name__)
 TOKENS = "tokens.jsonl"
 FINISHED = "finished.json"
 
@@ -39,6 +41,8 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
 
     pretrained: folder of config.json, tokenizer and safetensors.
     tokens: file to which the generated token ids are appended, one JSON object a line.
+    max_length: tokens of a prompt and its answer; 0: the longest position of the model. A longer prompt loses
+        its beginning, with a warning.
     model_dtype: of everything but attention, whose type is the path's ``dtype``.
     path: the fields of ``AttentionPath``.
 
@@ -50,7 +54,7 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
         pretrained: str,
         batch_size: int | str = 20,
         device: str = "cpu",
-        max_length: int = 2048,
+        max_length: int = 0,
         max_gen_toks: int = 256,
         model_dtype: str = "float32",
         tokens: str = "",
@@ -65,9 +69,10 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
             raise ValueError(f"mla-verify: {unknown[0]} is unknown; a path has {', '.join(sorted(known))}")
         self.path = AttentionPath(**path)
         self.batch_size = int(batch_size)
-        self.max_length, self.max_gen_toks = int(max_length), int(max_gen_toks)
         self.tokenizer = AutoTokenizer.from_pretrained(pretrained, local_files_only=True)
         self.model = load(Path(pretrained), device, getattr(torch, model_dtype))
+        self.max_length = int(max_length) or self.model.config.max_position
+        self.max_gen_toks = int(max_gen_toks)
         self.layer = layer_of(self.path, self.model.config, torch.device(device).type)
         self.tokens = Path(tokens) if tokens else None
         self.ends = _ends(self.model.hf.generation_config.eos_token_id, self.tokenizer.eos_token_id)
@@ -141,7 +146,7 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
             most = int(asked.pop("max_gen_toks"))
             if asked.get("do_sample"):
                 raise ValueError("mla-verify: generates greedily, but the task asks for do_sample")
-            prompts = [self.tok_encode(context)[most - self.max_length :] for context in contexts]
+            prompts = [self._room(self.tok_encode(context), most) for context in contexts]
             written = greedy(
                 self.model,
                 self.layer,
@@ -159,6 +164,15 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
                 self.cache_hook.add_partial("generate_until", (context, settings[0]), text)
         answers: list[str] = collator.get_original(texts)
         return answers
+
+    def _room(self, prompt: list[int], most: int) -> list[int]:
+        """The end of a prompt, where all of it and ``most`` new tokens are more than ``max_length``."""
+        room = self.max_length - most
+        if room < 1:
+            raise ValueError(f"mla-verify: {most} new tokens leave no room in max_length={self.max_length}")
+        if len(prompt) > room:
+            LOG.warning("a prompt of %d tokens is cut to its last %d", len(prompt), room)
+        return prompt[-room:]
 
     def _stops(self, ids: list[int], until: list[str]) -> bool:
         return ids[-1] in self.ends or any(stop in self.tokenizer.decode(ids) for stop in until)
@@ -200,33 +214,47 @@ def evaluate(
 
     Raises: ValueError if ``out`` holds a run with other settings, or the path cannot run.
     """
+    out.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        "pretrained": str(checkpoint.resolve()),
+        "model_dtype": model_dtype,
+        "max_gen_toks": max_gen_toks,
+    } | asdict(path)
+    planted_too = {"planted": planted.name} if planted else {}
+    asked = settings | {"batch_size": batch_size, "device": device, "chat": chat} | planted_too
+    _same_settings(out / "settings.json", asked)
+    questions = _digest(data["train"], data["test"][:limit])
+    if (table := _finished(out, questions)) is not None:
+        return table
+    lm = MLAVerifyLM(batch_size=batch_size, device=device, tokens=str(out / TOKENS), **settings)
+    if planted is not None:
+        lm.layer = planted.layer(lm.model)
+    table = _answered(lm, settings, data, out, limit, chat)
+    (out / FINISHED).write_text(json.dumps({"questions": questions, "table": table}), encoding="utf-8")
+    return table
+
+
+def _answered(
+    lm: MLAVerifyLM,
+    settings: Mapping[str, Any],
+    data: Mapping[str, Sequence[Row]],
+    out: Path,
+    limit: int | None,
+    chat: bool,
+) -> str:
+    """The table of the task, its results and samples written; what ``out`` has is not asked again."""
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 
-    out.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {
-        "pretrained": str(checkpoint),
-        "model_dtype": model_dtype,
-        "max_gen_toks": max_gen_toks,
-        "tokens": str(out / TOKENS),
-    } | asdict(path)
-    asked = settings | {"chat": chat} | ({"planted": planted.name} if planted else {})
-    _same_settings(out / "settings.json", asked)
-    questions = _digest(data["train"], data["test"][:limit])
-    if (table := _finished(out, questions)) is not None:
-        return table
-    lm = MLAVerifyLM(batch_size=batch_size, device=device, **settings)
-    if planted is not None:
-        lm.layer = planted.layer(lm.model)
     tracker = EvaluationTracker(output_path=str(out))
     results = simple_evaluate(
         model=lm,
-        model_args=settings,
+        model_args=dict(settings),
         tasks=[stock_task(data)],
-        batch_size=batch_size,
-        device=device,
+        batch_size=lm.batch_size,
+        device=str(lm.model.device),
         limit=limit,
         use_cache=str(out / "answers"),
         task_manager=TaskManager(include_defaults=False),
@@ -239,9 +267,7 @@ def evaluate(
     samples = results.pop("samples")
     tracker.save_results_aggregated(results=results, samples=samples)
     tracker.save_results_samples(task_name=TASK, samples=samples[TASK])
-    table = str(make_table(results))
-    (out / FINISHED).write_text(json.dumps({"questions": questions, "table": table}), encoding="utf-8")
-    return table
+    return str(make_table(results))
 
 
 def _digest(*splits: Sequence[Row]) -> str:

@@ -78,8 +78,28 @@ def test_runs_are_paired_resumed_and_kept_apart(tmp_path: Path, monkeypatch: pyt
 
     one = compare(load(tmp_path / "a", TASK), load(tmp_path / "b", TASK), "strict-match", 0.05)
     assert (one.pair.both, one.text_equal) == (4, 1.0)
-    with pytest.raises(ValueError, match="holds a run with other settings; choose another folder"):
-        evaluate(MINI, AttentionPath(), data, tmp_path / "b", **settings)
+    for path, other in ((AttentionPath(), {}), (SERVED, {"batch_size": 4}), (SERVED, {"max_gen_toks": 9})):
+        with pytest.raises(ValueError, match="holds a run with other settings; choose another folder"):
+            evaluate(MINI, path, data, tmp_path / "b", **settings | other)
+
+    def must_not_load(self, *args, **kwargs):
+        raise Interrupted
+
+    monkeypatch.setattr(MLAVerifyLM, "__init__", must_not_load)
+    assert evaluate(MINI, AttentionPath(), data, tmp_path / "a", **settings) == table
+    with pytest.raises(Interrupted):
+        evaluate(MINI, AttentionPath(), data, tmp_path / "a", limit=3, **settings)
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning_and_says_so(caplog: pytest.LogCaptureFixture):
+    lm = MLAVerifyLM(str(MINI), max_length=10)
+    assert lm._room([1, 2, 3, 4], 6) == [1, 2, 3, 4]
+    assert not caplog.messages
+    assert lm._room([1, 2, 3, 4, 5], 6) == [2, 3, 4, 5]
+    assert caplog.messages == ["a prompt of 5 tokens is cut to its last 4"]
+    with pytest.raises(ValueError, match="10 new tokens leave no room in max_length=10"):
+        lm._room([1], 10)
+    assert MLAVerifyLM(str(MINI)).max_length == lm.model.config.max_position == 2048
 
 
 def test_continuations_are_scored_as_they_are_written():

@@ -210,7 +210,7 @@ DIMENSIONS: dict[str, Dimension] = {
     "new tokens": Dimension(NEW, _new),
     "mates": Dimension(MATES, _mates),
     "tokens": Dimension(TOKENS, _tokens),
-    "states": Dimension(("2", "1", "3", "4", "8", "33"), lambda case: str(len(case.kv_lens))),
+    "states": Dimension(("2", "1", "3", "4", "8", "33", "259"), lambda case: str(len(case.kv_lens))),
     "empty states": Dimension(("none", "some", "all"), _empty),
     "block": Dimension(("64", "1", "2", "16", "24", "32", "128", "256"), lambda case: str(case.block_size)),
     "pages": Dimension(tuple(PAGES), _pages),

@@ -1,12 +1,13 @@
 """Addresses beyond 32 bits.
 
 Claim: with pages that begin more than 2³¹ elements into the pool, and then with query rows, tokens or states
-    so far apart that the second half of them does, the output is the same, and what is written arrives there.
+    so far apart that the last quarter of them does, the output is the same, and what is written arrives
+    there.
 Why: block · stride leaves 32 bits in any pool of some gigabytes, and token · stride in a long prefill: it
     wraps, and reads or overwrites another request. On a CPU such memory is a mapping of which only what is in
     use is ever touched, so nothing large is allocated; on a GPU it is real memory.
-Exact or bounded: bit for bit where the backend repeats itself, else within both radii. Left out where there
-    is no such memory.
+Exact or bounded: with pages moved bit for bit where the backend repeats itself; else within both radii. Left
+    out where there is no such memory.
 Kills: offsets of pages, slots, rows and states in 32 bits, numbers of blocks in 16, in readers and in
     writers.
 """
@@ -49,7 +50,7 @@ def check(trial: Trial) -> Finding:
         if moved is None:
             continue
         output = trial.call(moved)
-        finding = _as_before(trial, output, moved, f"with {what} beyond 2³¹ elements")
+        finding = _as_before(trial, output, moved, what)
         if not finding.ok:
             return finding
         findings.append(finding)
@@ -57,9 +58,11 @@ def check(trial: Trial) -> Finding:
     return (spoken or findings or [nothing("nothing has two rows")])[0]
 
 
-def _as_before(trial: Trial, output: Any, moved: Any, what: str) -> Finding:
+def _as_before(trial: Trial, output: Any, moved: Any, where: str) -> Finding:
+    """Other strides of a row may choose another order of its sums; those of pages stay."""
+    what = f"with {where} beyond 2³¹ elements"
     if not trial.problem.writes:
-        return same(trial, output, what, exact=True)
+        return same(trial, output, what, exact=where == "pages")
     left, findings = trial.left(), []
     for name in trial.problem.writes:
         want = getattr(left, name)
@@ -77,12 +80,23 @@ def _far_pages(inputs: Any) -> Any:
         return None
     caches = {name: getattr(inputs, name) for name in pools(inputs)}
     num_blocks, block_size = next(iter(caches.values())).shape[:2]
-    before = max(-(-FAR // cache.stride(0)) for cache in caches.values())
+    strides = {name: _blocks_outermost(cache) for name, cache in caches.items()}
+    before = max(-(-FAR // steps[0]) for steps in strides.values())
     far = {}
     for name, cache in caches.items():
-        far[name] = _memory(cache, (before + num_blocks, *cache.shape[1:]), cache.stride())
+        shape = before + num_blocks, *cache.shape[1:]
+        last = sum((n - 1) * step for n, step in zip(shape, strides[name], strict=True))
+        memory = _memory((last + 1) * cache.element_size(), cache.device).view(cache.dtype)
+        far[name] = memory.as_strided(shape, strides[name])
         far[name][before:] = cache
     return inputs._replace(**far, **_renamed(inputs, before, num_blocks, block_size))
+
+
+def _blocks_outermost(cache: torch.Tensor) -> tuple[int, ...]:
+    """The cache's own strides, or packed ones where blocks lie between its heads."""
+    if cache.stride(0) >= max(cache.stride()):
+        return tuple(cache.stride())
+    return cache[0].numel(), *cache[0].contiguous().stride()
 
 
 def _renamed(inputs: Any, before: int, num_blocks: int, block_size: int) -> dict[str, torch.Tensor]:
@@ -95,30 +109,39 @@ def _renamed(inputs: Any, before: int, num_blocks: int, block_size: int) -> dict
 
 
 def _far_rows(inputs: Any) -> Any:
-    """The inputs with half of several rows or states 2³¹ elements behind the first and more, or None."""
-    far = {}
-    for name in ROWS:
-        tensor = getattr(inputs, name, None)
-        if tensor is not None and tensor.shape[0] > 1 and tensor[0].numel():
-            stride = -(-FAR // (tensor.shape[0] // 2 * ALIGNMENT)) * ALIGNMENT
-            far[name] = _memory(tensor, tensor.shape, (stride, *tensor[0].contiguous().stride()))
-            far[name].copy_(tensor)
-    return inputs._replace(**far) if far else None
+    """The inputs with a quarter of several rows or states 2³¹ elements behind the first and more, or None.
 
-
-def _memory(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """Memory that is not touched yet, in this shape and with these strides.
-
-    Raises: OSError or torch.OutOfMemoryError where there is not as much.
+    The first rows of all tensors are neighbours, and so are their second ones: addresses are spent once.
     """
-    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    size = (last + 1) * like.element_size()
-    if like.device.type == "cpu":
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-        memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
-    else:
-        memory = torch.empty(size, dtype=torch.uint8, device=like.device)
-    return memory.view(like.dtype).as_strided(shape, strides)
+    tensors = {name: getattr(inputs, name) for name in ROWS if hasattr(inputs, name)}
+    tensors = {name: x for name, x in tensors.items() if x.shape[0] > 1 and x[0].numel()}
+    if not tensors:
+        return None
+    widest = max(x.element_size() for x in tensors.values())
+    count = max(x.shape[0] for x in tensors.values())
+    firsts, row = {}, 0
+    for name, x in tensors.items():
+        firsts[name] = row
+        row += -(-x[0].numel() * x.element_size() // ALIGNMENT) * ALIGNMENT
+    step = -(-FAR * widest // ((count - max(count // 4, 1)) * ALIGNMENT)) * ALIGNMENT
+    memory = _memory(max(step, row) * (count - 1) + row, next(iter(tensors.values())).device)
+    far = {}
+    for name, x in tensors.items():
+        strides = (max(step, row) // x.element_size(), *x[0].contiguous().stride())
+        far[name] = memory.view(x.dtype).as_strided(x.shape, strides, firsts[name] // x.element_size())
+        far[name].copy_(x)
+    return inputs._replace(**far)
+
+
+def _memory(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes that nobody has touched yet.
+
+    Raises: OSError or torch.OutOfMemoryError where there are not as many.
+    """
+    if device.type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
 
 
 ORACLE = Oracle(

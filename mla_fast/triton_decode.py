@@ -121,7 +121,6 @@ def choose_tile(tiles: tuple[Tile, ...], num_rows: int, block_size: int) -> Tile
     return tile
 
 
-@functools.cache
 class _Cache(NamedTuple):
     """A cache as the kernel reads it: typed views of [n k …], the scale rule, the per-tensor scale."""
 

@@ -1,6 +1,8 @@
 """Decode in plain Triton, interpreted on the CPU and compiled on a GPU, under the judge."""
 
 import contextlib
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -117,6 +119,17 @@ def test_queries_of_any_strides(seed: int) -> None:
         got = BACKEND.fn(*inputs._replace(ql_nope=ql_nope, q_pe=q_pe))
         assert torch.equal(got.out, want.out)
         assert torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("name", ["one_tile", "tiles"])
+def test_no_tensor_outlives_its_call(name: str, seed: int) -> None:
+    """A view that is kept keeps the whole cache."""
+    inputs = PROBLEM.materialize(case(name, seed), torch.device(DEVICE))
+    BACKEND.fn(*inputs)
+    given = [weakref.ref(x) for x in inputs if isinstance(x, torch.Tensor)]
+    del inputs
+    gc.collect()
+    assert [x() for x in given] == [None] * len(given)
 
 
 def test_a_visible_nan_is_not_hidden(seed: int) -> None:

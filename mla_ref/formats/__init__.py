@@ -1,6 +1,6 @@
 """Cache formats: how one token's latent and rope channels are stored. One file each.
 
-A format of somebody else's is an entry point of his package, in the group ``mla_verify.formats``.
+A format that another package brings is an entry point of it, in the group ``mla_verify.formats``.
 
 Padding, block order and strides belong to the cache tensor (``mla_ref.layout``), not to its format.
 """

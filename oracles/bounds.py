@@ -196,9 +196,13 @@ def materialised(ball: Ball, name: str, query: torch.dtype) -> Ball:
 
 
 def linear(x: Ball, weight: torch.Tensor, numerics: Numerics, acc: Format) -> Ball:
-    """x weightᵀ, for x [… i] and weight [o i]: its own error, and γ of the sum of magnitudes."""
+    """x weightᵀ, for x [… i] and weight [o i]: its own error, and γ of the sum of magnitudes.
+
+    A product with a weight of 0 is 0 and changes no sum, in whatever order: only the others are rounded.
+    """
     size = weight.abs()
-    dot = gamma(numerics.dot_roundings * weight.shape[1] + SPARE_ROUNDINGS, acc.roundoff)
+    terms = (weight != 0.0).sum(dim=1)
+    dot = gamma(numerics.dot_roundings * terms + SPARE_ROUNDINGS, acc.roundoff)
     return Ball(x.mid @ weight.T, x.radius @ size.T + dot * (x.size() @ size.T) + acc.flush)
 
 

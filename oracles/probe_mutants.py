@@ -252,7 +252,17 @@ def layer_mutants() -> dict[str, tuple[Case, Run]]:
         cache_write(kv_c, twice, inputs.kv_cache, inputs.slot_mapping, inputs.cache_format, inputs.kv_scale)
         return LayerOutput(output.out, inputs.kv_cache)
 
-    return {"layer_caches_rotated_twice": (LAYER, rotated_twice)}
+    def narrow(inputs: Any) -> Any:
+        """The query's first projection has the width of a smaller model."""
+        name = "q_a_proj.weight" if "q_a_proj.weight" in inputs.weights else "q_proj.weight"
+        weight = inputs.weights[name].clone()
+        weight[:, 3 * weight.shape[1] // 4 :] = 0.0
+        return {**inputs.weights, name: weight}
+
+    return {
+        "layer_caches_rotated_twice": (LAYER, rotated_twice),
+        "layer_channels_not_read": (LAYER, changed(right, weights=narrow)),
+    }
 
 
 def rope_mutants() -> dict[str, tuple[Case, Run]]:

@@ -5,7 +5,8 @@ Why: powers of two pass through every rounding, so a kernel that uses the scale 
     nor can one that spreads its square root over queries and keys; one that has a scale of its own, from a
     width or from another model, can.
 Exact or bounded: bit for bit where the backend repeats itself and rounds to no narrow type, whose smallest
-    numbers are near; else within both radii.
+    numbers are near, and from the magnitude on that ``oracles.scaling`` derives; else within both radii. Not
+    claimed where four times as much is near the largest numbers.
 Kills: scales built in, taken from the width of an entry, or without the rotary magnitude.
 """
 
@@ -13,14 +14,21 @@ from typing import Any
 
 from mla_ref.case import Case
 from oracles.oracle import Oracle, Trial
-from oracles.probes import ATTENTION, made, materialized, queries, same, wide
+from oracles.probes import ATTENTION, made, materialized, nothing, queries, same, wide
+from oracles.scaling import as_claimed, kept_by_scores, why_not_scaled
 from oracles.verdict import Finding
 
 
 def check(trial: Trial) -> Finding:
     """Run with the factor of four moved from the scale to the queries."""
-    again = trial.run(made(moved, trial.case, trial.device))
-    return same(trial, again, "with queries times 4 and the scale over 4", exact=wide(trial))
+    what = "with queries times 4 and the scale over 4"
+    if not wide(trial):
+        return same(trial, trial.run(made(moved, trial.case, trial.device)), what, exact=False)
+    if reason := why_not_scaled(trial):
+        return nothing(reason)
+    first, again = trial.run(trial.inputs), trial.run(made(moved, trial.case, trial.device))
+    expected = trial.expected()
+    return as_claimed(trial, again, first, lambda: (expected, expected), kept_by_scores(trial), what)
 
 
 def moved(case: Case, device: str) -> Any:

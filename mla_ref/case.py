@@ -79,7 +79,7 @@ class Case:
         """Raises: ValueError naming the field that is unknown, missing or of the wrong type."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"case: not JSON: {error}") from None
         case: Case = _build(Case, data, "case")
         return case

@@ -349,7 +349,7 @@ def replay(
     with _typed_by_user():
         found, spec, status = recipe(case, index, backend)
         deadly = status in (CRASH, TIMEOUT)
-        limits = _limits(1, device, deadly if isolate is None else isolate, timeout, memory)
+        limits = _limits(1, device, True if isolate is None and deadly else isolate, timeout, memory)
         implemented = described([spec], device, limits)[spec].problem
         found = served(found, implemented)
         job = job_of(found, spec, oracle, device, implemented)
@@ -400,8 +400,11 @@ def _write_in_turn(lines: TextIO | None, known: Mapping[int, Sequence[Verdict]],
     """Write the verdicts whose turn it is, and return how many jobs are written now."""
     while written in known:
         if lines is not None:
-            lines.writelines(f"{verdict.to_json()}\n" for verdict in known[written])
-            lines.flush()
+            try:
+                lines.writelines(f"{verdict.to_json()}\n" for verdict in known[written])
+                lines.flush()
+            except OSError as error:
+                raise OSError(error.errno, os.strerror(error.errno or 0), lines.name) from None
         written += 1
     return written
 

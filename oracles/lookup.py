@@ -71,7 +71,7 @@ def _named(where: str) -> Iterator[None]:
     """Whatever is wrong within is said with its place."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
@@ -128,7 +128,7 @@ def _is_case(text: str) -> bool:
     """Whether ``text`` is meant as one case: a single object that holds none, as a verdict does."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return len(text.splitlines()) == 1
     return not (isinstance(data, dict) and "case" in data)
 

@@ -298,7 +298,7 @@ def jobs_on(
         contract = find_problem(case.problem)
         able, claims = _judged(contract, implemented, oracles)
         if able and claims:
-            contract.materialize(case, torch.device("cpu"))  # whatever is wrong with a case shows here
+            _try_to_make(contract, case)
             jobs.append(Job(case, able, claims, device))
     return jobs
 
@@ -327,8 +327,17 @@ def job_of(
         raise ValueError(f"backend {spec!r} implements {of}, but the case is of {case.problem}")
     contract = find_problem(case.problem)
     claims = tuple(o.name for o in oracles_for(contract, oracles))
-    contract.materialize(case, torch.device("cpu"))  # whatever is wrong with a stranger's case shows here
+    _try_to_make(contract, case)
     return Job(case, (spec,), claims, device)
+
+
+def _try_to_make(contract: Problem, case: Case) -> None:
+    """Whatever is wrong with a stranger's case shows here. Raises: ValueError in one line."""
+    try:
+        contract.materialize(case, torch.device("cpu"))
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        message = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"case: its inputs cannot be made: {type(error).__name__}: {message}") from None
 
 
 def load(spec: str) -> Backend:

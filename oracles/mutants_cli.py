@@ -35,6 +35,8 @@ def mutants(
     use_device("cpu")
     try:
         found = matching(every_mutant(), name, problem, oracle)
+        if not found:
+            raise ValueError("no mutant is of these names and problems and judged by these oracles")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     console = Console(stderr=True)

@@ -8,6 +8,7 @@ import typer
 
 from mla_ref.config import MLAConfig
 from oracles.recorded import STAGES, record, write
+from oracles.verify import use_device
 
 MISSING = "needs transformers and safetensors: pip install 'mla-verify[record]'"
 
@@ -28,7 +29,8 @@ def record_command(
     ``mla-verify run --case FILE`` and ``mla-verify replay FILE`` judge backends on it.
     """
     try:
-        texts = [*(prompt or []), *(prompts.read_text(encoding="utf-8").splitlines() if prompts else [])]
+        use_device(device)
+        texts = [*(prompt or []), *(_lines_of(prompts) if prompts else [])]
         if not texts:
             raise ValueError("nothing to record: give --prompt TEXT or --prompts FILE")
         config = MLAConfig.from_hf(model)
@@ -50,6 +52,14 @@ def record_command(
         raise typer.BadParameter(f"record: {error}") from None
     typer.echo(f"{len(chosen) * len(STAGES)} recordings of {config.name} in {dtype}")
     return 0
+
+
+def _lines_of(file: Path) -> list[str]:
+    """Raises: ValueError naming a file that is no text."""
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _loaded(folder: Path, texts: list[str], dtype: str, device: str) -> tuple[Any, list[list[int]]]:

@@ -74,7 +74,7 @@ class RunDirectory:
             found = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"{self.path}: holds no {MANIFEST}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: {error}") from None
         if not isinstance(found, dict) or any(not isinstance(found.get(part), dict) for part in FIXED):
             raise ValueError(f"{file}: is no manifest of a run")
@@ -261,7 +261,7 @@ def _named(file: Path, line: int) -> Iterator[None]:
     """Whatever is wrong with a line is said with its file and number."""
     try:
         yield
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file}, line {line}: {error}") from None
 
 

@@ -21,6 +21,14 @@ NOT_RUN = (UNSUPPORTED, UNAVAILABLE)
 STATUSES = HELD + BROKEN + NOT_RUN
 
 
+# Of the fields of a verdict that any text may claim to be, what they are.
+_PLAIN: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("backend", "variant", "oracle", "device", "detail"), (str,)),
+    **dict.fromkeys(("num_bad", "num_checked"), (int,)),
+    "seconds": (float, int),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Worst:
     """The element farthest outside (or nearest to) its bound.
@@ -116,8 +124,12 @@ class Verdict:
         """The verdict that ``to_json`` wrote. Raises: ValueError naming the field that is wrong."""
         try:
             data = json.loads(text)
+            if not isinstance(data, dict):
+                raise ValueError(f"expected an object, got {type(data).__name__}")
+            if "case" not in data:
+                raise ValueError("case is missing")
             case = Case.from_json(json.dumps(data.pop("case")))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"verdict: {error}") from None
         return Verdict.on(case, data)
 
@@ -128,6 +140,10 @@ class Verdict:
             data = dict(data)
             if data["status"] not in STATUSES:
                 raise ValueError(f"status {data['status']!r} is not one of {', '.join(STATUSES)}")
+            for name, kind in _PLAIN.items():
+                if name in data and type(data[name]) not in kind:
+                    got = f"{data[name]!r} ({type(data[name]).__name__})"
+                    raise ValueError(f"{name} is {got}, must be {kind[0].__name__}")
             if data["worst"] is not None:
                 worst = dict(data["worst"], index=tuple(data["worst"]["index"]))
                 worst |= {name: float(worst[name]) for name in ("got", "want", "bound", "ratio")}

@@ -284,7 +284,22 @@ BAD_INPUT = [
     (["show", "."], r"\.: holds no manifest\.json"),
     (["show", "empty"], r"no verdicts: the file is empty"),
     (["show", "garbage"], r"verdict: "),
-    (["show", "binary"], r"utf-8"),
+    (["show", "binary"], r"binary: .*utf-8"),
+    (["show", "deep"], r"deep, line 1: verdict: maximum recursion depth"),
+    (["show", "list"], r"list, line 1: verdict: expected an object, got list"),
+    (["show", "number"], r"number, line 1: verdict: backend is 7 \(int\), must be str"),
+    (["replay", "deep", "--backend", "mla_ref.rope"], r"deep: case: not JSON: maximum recursion depth"),
+    (["run", "--case", "deep.jsonl"], r"deep\.jsonl, line 1: maximum recursion depth"),
+    (["run", "--json", "same", "--junit", "./same"], r"--json and --junit are one file: same"),
+    (
+        ["run", *SMALL, "--backend", "mla_ref.rope", "--json", "/dev/full"],
+        r"No space left on device: '/dev/full'",
+    ),
+    (["mutants", "--mutant", "key_dropped", "--oracle", "stored"], r"no mutant is of these names"),
+    (
+        ["replay", GOOD_CASE.replace('"q_lens":[1]', f'"q_lens":[{2**62}]'), "--backend", "mla_ref.rope"],
+        r"case: its inputs cannot be made: ",
+    ),
     (["replay", "no-such-file"], r"No such file or directory: 'no-such-file'"),
     (["replay", "garbage", "--backend", "mla_ref.rope"], r"case: not JSON"),
     (["replay", "{", "--backend", "mla_ref.rope"], r"case: not JSON"),
@@ -320,6 +335,10 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, mon
     (tmp_path / "empty").touch()
     (tmp_path / "garbage").write_text("certainly\n", encoding="utf-8")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "list").write_text("[]", encoding="utf-8")
+    (tmp_path / "number").write_text(f'{{"case":{GOOD_CASE},"status":"pass","backend":7}}', encoding="utf-8")
+    for name in ("deep", "deep.jsonl"):
+        (tmp_path / name).write_text("[" * 100_000, encoding="utf-8")
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -619,6 +638,14 @@ def test_an_interrupted_run_is_one_line_and_keeps_what_it_wrote(tmp_path):
     assert process.communicate() == ("", "mla-verify: interrupted\n")
     assert process.returncode == 130
     assert verdicts_of(path)
+
+
+def test_limits_of_a_replay_ask_for_a_process_of_its_own(capsys):
+    words = ["replay", GOOD_CASE, "--backend", "mla_ref.rope", "--oracle", "value", "--timeout"]
+    assert main([*words, "60s"]) == 0
+    capsys.readouterr()
+    assert main([*words, "60s", "--no-isolate"]) == 2
+    assert "--no-isolate: --timeout and --memory need processes" in capsys.readouterr().err
 
 
 def test_a_defect_of_ours_is_neither_a_failed_claim_nor_silent(monkeypatch, capsys):

@@ -358,6 +358,11 @@ def test_models_that_attend_otherwise_are_refused(seed):
         (["--prompt", PROMPTS[0], "--layer=4"], "--layer 4: mini has 4 layers, from 0"),
         (["--prompt", PROMPTS[0], "--dtype=int8"], "--dtype 'int8' is not one of bfloat16, float16, float32"),
         (["--prompts", "nowhere.txt"], "No such file"),
+        (
+            ["--prompts", str(CHECKPOINTS / "mini" / "model.safetensors")],
+            r"model\.safetensors: 'utf-8' codec",
+        ),
+        (["--prompt", PROMPTS[0], "--device=nope"], "'nope': "),
     ],
 )
 def test_what_cannot_be_recorded_is_said_in_one_line(words, message, tmp_path, capsys):

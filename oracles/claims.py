@@ -15,7 +15,7 @@ from mla_ref.presets import PRESETS
 from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
-from oracles.console import describe, distinct, reasons
+from oracles.console import describe, distinct, left_out, printable, reasons
 from oracles.coverage import draw
 from oracles.fuzz_cli import duration
 from oracles.lookup import cases_in
@@ -89,7 +89,9 @@ def claims_of(selection: Selection) -> list[Claim]:
         kept = found.setdefault((job.case.problem, stage), {})
         kept.update(dict.fromkeys(oracle for oracle in job.oracles if oracle in judging))
     if not found:
-        raise ValueError(f"backend {selection.backend!r}: nothing that was selected is judged")
+        of = load(selection.backend).problem
+        why = left_out(of, selection.problem, selection.oracle) or "nothing that was selected is judged"
+        raise ValueError(f"backend {selection.backend!r}: {why}")
     return [
         Claim(selection, problem, oracle, stage)
         for (problem, stage), oracles in found.items()
@@ -160,10 +162,11 @@ def outcome_of(claim: Claim, of_stage: Sequence[Verdict]) -> Outcome:
     verdicts = [verdict for verdict in of_stage if verdict.oracle in (claim.oracle, "")]
     if any(verdict.status in BROKEN for verdict in verdicts):
         small = claim.stage == DRAWN
-        return Outcome(failed="\n".join(_failures(verdicts, claim.selection if small else None)))
+        lines = _failures(verdicts, claim.selection if small else None)
+        return Outcome(failed="\n".join(map(printable, lines)))
     if any(verdict.status not in NOT_RUN for verdict in verdicts):
         return Outcome()
-    why = "; ".join(reasons(verdicts)) or "not tried: its process had ended under another claim"
+    why = printable("; ".join(reasons(verdicts))) or "not tried: its process had ended under another claim"
     if claim.selection.require and any(verdict.status == UNAVAILABLE for verdict in verdicts):
         return Outcome(failed=f"required, but it did not run: {why}")
     return Outcome(skipped=why)

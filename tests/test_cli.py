@@ -19,6 +19,7 @@ from mla_ref.formats import formats
 from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from mla_ref.values import REGIMES
+from oracles.claims import Claim, Selection, outcome_of
 from oracles.cli import main
 from oracles.console import printable
 from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
@@ -507,6 +508,15 @@ def test_strangers_files_cannot_command_the_terminal(hostile, tmp_path, capsys):
     assert obeyed(captured.out) == obeyed(captured.err) == []
     assert "PASS everything" in captured.out
     assert not re.search(r"^PASS", captured.out, re.M), "a line of a stranger's own"
+
+
+def test_reports_of_a_suite_do_not_command_the_terminal_either(hostile):
+    claim = Claim(Selection("b"), "rope", hostile.oracle, "given")
+    failed = outcome_of(claim, [hostile]).failed
+    skipped = outcome_of(claim, [replace(hostile, status="unavailable")]).skipped
+    assert obeyed(failed) == obeyed(skipped) == []
+    assert r"\x1b]0;owned" in failed
+    assert r"\x1b]0;owned" in skipped
 
 
 def test_strangers_kernels_cannot_command_the_terminal(stranger, tmp_path, capsys):

@@ -194,7 +194,14 @@ def test_a_known_failure_must_be_one(project, known, message):
         (["--mla-backend=my_kernel:X"], "backend 'my_kernel:X': my_kernel has no X"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-oracle=no"], "oracle 'no' is not one of"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-preset=no"], "preset 'no' is not known"),
-        (["--mla-backend=my_kernel:RIGHT", "--mla-problem=rope"], "nothing that was selected is judged"),
+        (
+            ["--mla-backend=my_kernel:RIGHT", "--mla-problem=rope"],
+            "my_kernel:RIGHT': not tried, it implements latent_attention, not rope",
+        ),
+        (
+            ["--mla-backend=my_kernel:RIGHT", "--mla-oracle=rope_norm"],
+            "my_kernel:RIGHT': not tried, rope_norm does not judge latent_attention, which it implements",
+        ),
         (["--mla-backend=my_kernel:RIGHT", "--mla-xfail=no.txt"], "--mla-xfail"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-case=no.json"], "No such file or directory: 'no.json'"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-case=no.safetensors"], "no.safetensors: No such file"),

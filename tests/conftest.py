@@ -1,11 +1,31 @@
-"""What every test shares: a seed of its own, memory that is never zero by luck, and hypothesis profiles."""
+"""What every test shares: surroundings that decide nothing, a seed of its own, memory that is never zero."""
 
 import hashlib
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+# What programs print, where they look for files, and what pytest is asked besides: of whoever runs the suite,
+# not of the suite. Before anything that reads them on import.
+THEIRS = (
+    *("COLUMNS", "LINES", "TERM", "COLORTERM", "TERMINAL_WIDTH", "JUPYTER_COLUMNS", "JUPYTER_LINES"),
+    *(
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "PY_COLORS",
+        "CLICOLOR",
+        "CLICOLOR_FORCE",
+        "TTY_COMPATIBLE",
+        "TTY_INTERACTIVE",
+    ),
+    *("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_THEME", "GITHUB_ACTIONS", "MLA_VERIFY_GSM8K"),
+)
+THEIR_FAMILIES = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TYPER_", "_TYPER_")
+for name in [name for name in os.environ if name in THEIRS or name.startswith(THEIR_FAMILIES)]:
+    del os.environ[name]
 
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, deadline=None, database=None)
 hypothesis.settings.register_profile("deep", max_examples=2000, deadline=None)
@@ -13,10 +33,19 @@ hypothesis.settings.load_profile(os.environ.get("MLA_VERIFY_PROFILE", "ci"))
 
 # Without a GPU, Triton kernels run in its interpreter; read once, when triton is first imported.
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Tensors are small here: threads would mostly wait for each other, and for those of parallel workers.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobody_watches() -> Iterator[None]:
+    """Tests do not know that they run in continuous integration; pytest's own summary at the end does."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CI", "BUILD_NUMBER"):
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A paged cache as copying kernels address it: a typed start for each part of an entry, and steps in bytes.
+"""A paged cache as plain Triton kernels address it: a typed start for each part of an entry, steps in bytes.
 
 Steps are in bytes for all parts alike: the kernels divide them by the size of what they read, so that a step
 known to be a multiple of 16 bytes is one for every type.
@@ -66,7 +66,7 @@ class Channels(NamedTuple):
 
 
 def supports(case: Case) -> str | None:
-    """Why a case is outside what the copying kernels address."""
+    """Why a case is outside what these kernels address."""
     fmt, config = cache_format(case.cache_format), case.config
     if reason := why_not(fmt):
         return reason

@@ -63,8 +63,12 @@ def plan(
 
     num_tokens: query rows of the batch. max_kv_len: no cached length exceeds it (block-table columns times
     block size will do). batch_invariant: a request's sums never depend on the rest of the batch.
+
+    Raises: ValueError for lengths that are on no GPU.
     """
     device = cu_seqlens_q.device
+    if device.type != "cuda":
+        raise ValueError(f"cu_seqlens_q: on {device}, must be on a CUDA device")
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return plan_for(
         num_sms,

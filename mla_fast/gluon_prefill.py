@@ -217,6 +217,8 @@ def _group(num_heads: int, head_bytes: int) -> int:
 
 
 def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        raise ValueError(f"expanded: on {device}, must be on a CUDA device")
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

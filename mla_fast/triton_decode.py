@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from mla_fast import _stored_entries
 from mla_fast._split_keys import (
     LOG2_E,
     MAX_SPLITS,
@@ -42,16 +43,8 @@ from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
 # Channels of one entry, padded to powers of two, that fit in shared memory with the tiles below.
 MAX_CHANNELS = 512 + 64
 
-# How each format's latent is scaled; the rope part of tiled formats is bfloat16.
-SCALING = {
-    "bf16": "none",
-    "fp16": "none",
-    "fp8_e4m3": "tensor",
-    "fp8_ds_mla": "tile",
-    "fp8_ds_mla_pow2": "tile",
-}
-TILE_CHANNELS = 128
-SCALE_BYTES = 4  # of a tile's float32 scale, which is read from an aligned address
+# Tensor cores take no fp32.
+FORMATS = ("bf16", "fp16", "fp8_e4m3", "fp8_ds_mla", "fp8_ds_mla_pow2")
 
 
 class Tiles(NamedTuple):
@@ -86,16 +79,14 @@ def supports(case: Case) -> str | None:
     c, r = config.kv_lora_rank, config.qk_rope_head_dim
     if reason := _why_not(getattr(torch, case.dtype), fmt, c, r):
         return reason
-    if SCALING[fmt.name] == "tile":
-        return case.layout.why_not_aligned(fmt.entry_bytes(c, r), case.block_size, SCALE_BYTES)
-    return None
+    return _stored_entries.supports(case)
 
 
 def _why_not(query: torch.dtype, fmt: CacheFormat, c: int, r: int) -> str | None:
     if query not in (torch.bfloat16, torch.float16):
         return f"queries are {str(query).removeprefix('torch.')}; tensor cores take bfloat16 or float16"
-    if fmt.name not in SCALING:
-        return f"cache format {fmt.name} is not one of {', '.join(SCALING)}"
+    if fmt.name not in FORMATS:
+        return f"cache format {fmt.name} is not one of {', '.join(FORMATS)}"
     if _padded(c) + (_padded(r) if r else 0) > MAX_CHANNELS:
         return f"c={c} and r={r} are padded to powers of two, of which {MAX_CHANNELS} channels fit"
     return None
@@ -121,39 +112,6 @@ def choose_tile(tiles: tuple[Tile, ...], num_rows: int, block_size: int) -> Tile
     return tile
 
 
-class _Cache(NamedTuple):
-    """A cache as the kernel reads it: typed views of [n k …], the scale rule, the per-tensor scale."""
-
-    latent: torch.Tensor
-    rope: torch.Tensor
-    scales: torch.Tensor
-    scaling: str
-
-
-def _typed_views(kv_cache: torch.Tensor, fmt: CacheFormat, c: int, r: int) -> _Cache:
-    scaling = SCALING[fmt.name]
-    if scaling == "none":
-        return _Cache(kv_cache[..., :c], kv_cache[..., c : c + r], kv_cache, scaling)
-    codes = kv_cache.view(torch.uint8)
-    if scaling == "tensor":
-        return _Cache(codes[..., :c], codes[..., c : c + r], codes, scaling)
-    rope = c + 4 * (c // TILE_CHANNELS)
-    steps = {
-        "address": kv_cache.data_ptr(),
-        "block stride": kv_cache.stride(0),
-        "entry stride": kv_cache.stride(1),
-    }
-    for name, step in steps.items():
-        if step % SCALE_BYTES:
-            raise ValueError(f"kv_cache: {name} is {step} bytes, must be a multiple of {SCALE_BYTES}")
-    return _Cache(
-        latent=codes[..., :c],
-        rope=codes[..., rope : rope + 2 * r].view(torch.bfloat16),
-        scales=codes[..., c:rope].view(torch.float32),
-        scaling=scaling,
-    )
-
-
 def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutput:
     query = inputs.ql_nope
     num_tokens, num_heads, c = query.shape
@@ -168,11 +126,12 @@ def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutpu
     if num_rows == 0:
         return AttentionOutput(out, lse)
 
-    cache = _typed_views(inputs.kv_cache, inputs.cache_format, c, r)
+    parts = _stored_entries.entries(inputs.kv_cache, inputs.cache_format, c, r)
+    scaling = _stored_entries.SCALINGS[inputs.cache_format.name].kind
     batch, width = inputs.block_table.shape
     block_size = inputs.kv_cache.shape[1]
     plain, quantised = _tiles(query.device)
-    tiles = plain if cache.scaling == "none" else quantised
+    tiles = plain if scaling == "none" else quantised
     longest_rows = inputs.max_seqlen_q * num_heads
     tile = schedule.tile or choose_tile(
         tiles, num_heads if schedule.rows_by_heads else longest_rows, block_size
@@ -187,9 +146,9 @@ def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutpu
         kernels._mla_decode_kernel[(batch * num_splits * num_row_blocks,)](
             query,
             inputs.q_pe,
-            cache.latent,
-            cache.rope,
-            cache.scales,
+            parts.latent,
+            parts.rope,
+            parts.scales,
             inputs.kv_scale,
             inputs.block_table,
             inputs.cu_seqlens_q.contiguous(),
@@ -205,17 +164,17 @@ def _launch(inputs: LatentAttentionInputs, schedule: Schedule) -> AttentionOutpu
             MIN_TILES if schedule.num_splits is None else 1,
             *query.stride(),
             *inputs.q_pe.stride(),
-            *cache.latent.stride()[:2],
-            *cache.rope.stride()[:2],
-            *cache.scales.stride()[:2],
+            *parts.latent.stride()[:2],
+            *parts.rope.stride()[:2],
+            *parts.scales.stride()[:2],
             *inputs.block_table.stride(),
             C=c,
             C_PADDED=_padded(c),
             R=r,
             R_PADDED=_padded(max(r, 1)),
             BLOCK_SIZE=block_size,
-            SCALING=cache.scaling,
-            TILE_CHANNELS=TILE_CHANNELS,
+            SCALING=scaling,
+            TILE_CHANNELS=_stored_entries.TILE,
             SPLIT=num_splits > 1,
             ROWS=tile.rows,
             KEYS=tile.keys,

@@ -88,7 +88,8 @@ def _launch(inputs: PagedAttentionInputs, schedule: Schedule) -> AttentionOutput
     num_splits = schedule.num_splits or choose_splits(
         batch * g * row_blocks, -(-width * block_size // tile.keys), device_of(query.device).num_units
     )
-    key, value = (cache.view(torch.uint8) if fp8 else cache for cache in inputs[1:3])
+    caches = inputs.key_cache, inputs.value_cache
+    key, value = (cache.view(torch.uint8) if fp8 else cache for cache in caches)
     partial = partial_results(num_splits, t * h, v, query.device)
     x_head, x_rest = parts_of(x)
     with launching(query.device):

@@ -131,6 +131,12 @@ def test_a_prepared_call_gives_the_same_and_refuses_the_same(
             call(inputs._replace(softmax_scale=0.0))
 
 
+def test_a_batch_on_no_gpu_is_refused(seed: int) -> None:
+    inputs = problem("latent_attention").materialize(case("ragged", seed), torch.device("cpu"))
+    with pytest.raises(ValueError, match="cu_seqlens_q: on cpu, must be on a CUDA device"):
+        gluon_decode.gluon_decode(*inputs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_oracle(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,12 @@ def test_a_prepared_call_gives_the_same(seed: int, monkeypatch: pytest.MonkeyPat
         assert torch.equal(got.lse, want.lse)
 
 
+def test_a_batch_on_no_gpu_is_refused(seed: int) -> None:
+    inputs = problem("attention").materialize(case("ragged", seed), torch.device("cpu"))
+    with pytest.raises(ValueError, match="expanded: on cpu, must be on a CUDA device"):
+        gluon_prefill.gluon_prefill(*inputs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_oracle(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from mla_ref.values import REGIMES, integers
 from oracles import field as other_projects
 from oracles.mutants import Mutant, mutants, right
 from oracles.oracle import private_copy, rules
+from oracles.process_state import kept
 from oracles.source_mutants import EDITS, LAUNCHERS, source_mutants, why_not
 from oracles.verdict import PASS
 from oracles.verify import find_backend, judge
@@ -155,7 +156,8 @@ def _others(mutant: Mutant, case: Case) -> tuple[set[str], set[str]]:
     right_run = _right(mutant)
     unjust = other_projects.rejecting(inputs, right_run(private_copy(inputs)))
     try:
-        output = mutant.run(private_copy(inputs))
+        with kept([]):
+            output = mutant.run(private_copy(inputs))
         return other_projects.rejecting(inputs, output), unjust
     except Exception:  # another shape, no lse: a test of any kind would notice
         return set(other_projects.RULES), unjust

@@ -296,8 +296,9 @@ def _as_output(contract: Problem, output: Any) -> Any:
 def _own(contract: Problem, output: Any) -> Any:
     """The output in memory that no later call can write into, but for what is written in place."""
     written = contract.writes
-    fields = (name for name in contract.output_shapes if name not in written)
-    return output._replace(**{name: getattr(output, name).clone() for name in fields})
+    fields = {name: getattr(output, name) for name in contract.output_shapes if name not in written}
+    # Where gradients are off, a copy of what asks for one asks for none.
+    return output._replace(**{name: x.clone().requires_grad_(x.requires_grad) for name, x in fields.items()})
 
 
 def _line(error: BaseException) -> str:

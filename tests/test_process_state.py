@@ -94,3 +94,14 @@ def test_outputs_that_share_memory_do_not_hide_a_second_run():
 
     (verdict,) = judge(Backend("shared", "merge_states", fn), MERGE, oracles=["repeat"])
     assert verdict.status == FAIL
+
+
+def test_an_output_in_a_graph_is_seen_where_gradients_are_off():
+    def fn(*args):
+        output = BACKEND.fn(*args)
+        return output._replace(out=output.out.requires_grad_())
+
+    with torch.no_grad():
+        (verdict,) = judge(Backend("graph", "merge_states", fn), MERGE, oracles=["contract"])
+    assert verdict.status == FAIL
+    assert "out: asks for gradients" in verdict.detail

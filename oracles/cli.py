@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)  # behind what is installed: a folder called evals there is another one
     try:
         code = int(app(words, prog_name="mla-verify", standalone_mode=False) or OK)
         sys.stdout.flush()

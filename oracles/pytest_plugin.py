@@ -180,7 +180,7 @@ def _claims(config: pytest.Config, backend: str, **changed: Any) -> list[Claim]:
     # Where the command line looks too: a kernel beside the configuration need not be installed.
     for folder in (str(config.rootpath), str(config.invocation_params.dir)):
         if folder not in sys.path:
-            sys.path.insert(0, folder)
+            sys.path.append(folder)
     try:
         return claims_of(_selection(config, backend, **changed))
     except OSError as error:

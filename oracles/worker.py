@@ -247,7 +247,7 @@ class Pool:
         cookie = secrets.token_hex(8)
         outer = os.environ.get(COOKIE, "")
         process = subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-c", START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -41,7 +41,7 @@ from mla_ref.problem import AttentionOutput
 def decode(ql_nope, q_pe, kv_cache, block_table, cu_seqlens_q, cache_seqlens, max_seqlen_q, softmax_scale,
            cache_format, kv_scale):
     out = torch.zeros_like(ql_nope)
-    lse = torch.full(ql_nope.shape[:2], -torch.inf)
+    lse = torch.full(ql_nope.shape[:2], -torch.inf, dtype=torch.float32)
     offsets, size = cu_seqlens_q.tolist(), kv_cache.shape[1]
     for i, length in enumerate(cache_seqlens.tolist()):
         for t in range(offsets[i], offsets[i + 1]):

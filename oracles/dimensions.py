@@ -266,7 +266,7 @@ def make(problem: str, values: Mapping[str, str], stream: Random) -> Case:
 
     Where the values contradict each other, as 8 new tokens of all 2, the case has others.
     """
-    of = PLAINEST | values
+    of = {**PLAINEST, **values}
     projections = of["projections"] if "projections" in names_of(problem) else "one"
     config = _config(of["model c/p/r/v"], int(of["heads"]), of["rotation"], int(of["layers"]), projections)
     heads = config.num_heads

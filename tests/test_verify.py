@@ -215,7 +215,7 @@ def test_memory_is_fouled_before_every_call(monkeypatch):
         order.append("call")
         return right(*args)
 
-    def fouled(outputs):
+    def fouled(outputs, device):
         order.append(sorted(outputs))
 
     monkeypatch.setattr(verify, "_foul", fouled)

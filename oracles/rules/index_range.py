@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from oracles.compare import identical
-from oracles.oracle import Oracle, Trial, private_copy
+from mla_ref.layout import POISON_BYTE
+from oracles.compare import identical, worst_of
+from oracles.oracle import Oracle, Trial, private_copy, storage_bytes
 from oracles.probes import nothing, pools, same
 from oracles.verdict import Finding
 
@@ -66,12 +67,21 @@ def _as_before(trial: Trial, output: Any, moved: Any, where: str) -> Finding:
     left, findings = trial.left(), []
     for name in trial.problem.writes:
         want = getattr(left, name)
-        got = getattr(moved, name)[-want.shape[0] :]
-        finding = identical(name, got, want, "n k e", trial.inputs)
-        if not finding.ok:
-            return replace(finding, detail=f"{what}: {finding.detail}")
-        findings.append(finding)
-    return findings[0]
+        got = getattr(moved, name)
+        if where == "pages":
+            got = got[-want.shape[0] :]
+            findings.append(_between(name, got, want))
+        findings.append(identical(name, got, want, "n k e", trial.inputs))
+    worst = worst_of(findings)
+    return worst if worst.ok else replace(worst, detail=f"{what}: {worst.detail}")
+
+
+def _between(name: str, pages: torch.Tensor, want: torch.Tensor) -> Finding:
+    """Between the entries of the far pages nothing was written: there is the poison that was put there."""
+    raw = storage_bytes(pages)[pages.storage_offset() * pages.element_size() :]
+    fresh = torch.full_like(raw, POISON_BYTE)
+    fresh.view(want.dtype).as_strided(pages.shape, pages.stride()).copy_(want)
+    return identical(f"memory between the entries of {name}", raw, fresh)
 
 
 def _far_pages(inputs: Any) -> Any:
@@ -86,8 +96,9 @@ def _far_pages(inputs: Any) -> Any:
     for name, cache in caches.items():
         shape = before + num_blocks, *cache.shape[1:]
         last = sum((n - 1) * step for n, step in zip(shape, strides[name], strict=True))
-        memory = _memory((last + 1) * cache.element_size(), cache.device).view(cache.dtype)
-        far[name] = memory.as_strided(shape, strides[name])
+        memory = _memory((last + 1) * cache.element_size(), cache.device)
+        memory[before * strides[name][0] * cache.element_size() :].fill_(POISON_BYTE)
+        far[name] = memory.view(cache.dtype).as_strided(shape, strides[name])
         far[name][before:] = cache
     return inputs._replace(**far, **_renamed(inputs, before, num_blocks, block_size))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mla_ref.layout import POISON_BYTE
 from oracles.oracle import Oracle, Trial, private_copy
 from oracles.probes import pools
 from oracles.rejudge import rejudged
@@ -20,8 +21,6 @@ from oracles.verdict import Finding
 
 # Elements on each side of a row, and rows on each side of what is above it: whole vectors of any type.
 AROUND, ROWS = 64, 2
-
-POISON = 0xFF
 
 # Tensors whose first axes change places in memory: what a batched product or a kernel's own order leaves.
 TURNED = {"ql_nope": (1, 0, 2), "x": (1, 0, 2), "lses": (0, 2, 1)}
@@ -58,7 +57,7 @@ def views(inputs: Any) -> Any:
 def _inside(x: torch.Tensor, width: int) -> torch.Tensor:
     """A view in larger memory that holds ``x``: more rows than it has on each axis, and wider ones."""
     shape = [n + 2 * ROWS for n in x.shape[:-1]] + [x.shape[-1] + 2 * width] if x.dim() else [2 * width + 1]
-    memory = torch.full((*shape, x.element_size()), POISON, dtype=torch.uint8, device=x.device)
+    memory = torch.full((*shape, x.element_size()), POISON_BYTE, dtype=torch.uint8, device=x.device)
     whole = memory.flatten(-2).view(x.dtype)
     if x.dim():
         rows = (slice(ROWS, ROWS + n) for n in x.shape[:-1])

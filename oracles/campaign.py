@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from mla_ref.case import Case
 from oracles.coverage import NothingFound, draw
+from oracles.exits import WorkersError
 from oracles.matrix import Job
 from oracles.pool import IMPORT_SECONDS, Part, judge_in, judge_job, judges
 from oracles.run_directory import Failure, Journal, Record, RunDirectory
@@ -36,7 +37,6 @@ from oracles.worker import (
     Replace,
     Say,
     Task,
-    WorkersError,
     one_line,
 )
 

@@ -15,8 +15,9 @@ from mla_ref.presets import PRESETS
 from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
-from oracles.console import describe, distinct, left_out, printable, reasons
+from oracles.console import describe, distinct, left_out, reasons
 from oracles.coverage import draw
+from oracles.exits import printable
 from oracles.fuzz_cli import duration
 from oracles.lookup import cases_in
 from oracles.matrix import Job, jobs_of, jobs_on, load, stage_of, trials

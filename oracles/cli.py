@@ -1,4 +1,4 @@
-"""The command line: it parses, calls the judge, and prints.
+"""Every command: it parses, calls the judge, and prints.
 
 Exit codes: 0 every claim held; 1 one failed, or a required backend did not run; 2 usage; 3 nothing ran, or
 the judge itself does not work.
@@ -6,11 +6,10 @@ the judge itself does not work.
 
 import os
 import stat
-import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -19,7 +18,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.exceptions import Abort, TyperException
 
 from mla_ref.formats import cache_format, formats
 from mla_ref.presets import PRESETS
@@ -47,12 +45,12 @@ from oracles.console import (
     left_out,
     main_reasons,
     one_line,
-    printable,
     python_code,
     summary,
     to_stdout,
     write,
 )
+from oracles.exits import FAILED, NOTHING_RAN, OK, UsageError
 from oracles.junit import to_junit
 from oracles.lookup import cases_in, recipe, stored
 from oracles.matrix import Job, job_of, jobs_of, jobs_on
@@ -61,9 +59,8 @@ from oracles.run_directory import Journal, manifest_of, open_run, record_of
 from oracles.tables import TABLES
 from oracles.verdict import BROKEN, CRASH, HELD, NOT_RUN, TIMEOUT, Verdict
 from oracles.verify import backends, use_device
-from oracles.worker import Limits, WorkersError, share_of_memory
+from oracles.worker import Limits, share_of_memory
 
-OK, FAILED, USAGE, NOTHING_RAN, INTERRUPTED, UNREAD = 0, 1, 2, 3, 130, 141
 MAX_FAILURES = 10
 PATIENCE = "10m"
 LISTED = ("problems", "backends", "formats", "presets", "oracles", "regimes")
@@ -93,45 +90,6 @@ Isolate = Annotated[
 Index = Annotated[int | None, typer.Option(min=0, help="Which line of the file; else its first failure.")]
 
 
-class UsageError(Exception):
-    """What is wrong with a command, in one line."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # behind what is installed: a folder called evals there is another one
-    try:
-        code = int(app(words, prog_name="mla-verify", standalone_mode=False) or OK)
-        sys.stdout.flush()
-        return _complain("interrupted", INTERRUPTED) if code == INTERRUPTED else code
-    except TyperException as error:
-        return _complain(error.format_message(), USAGE)
-    except (BrokenPipeError, SystemExit):  # the latter is rich's, and for the same reason
-        return _unread()
-    except (UsageError, OSError) as error:
-        return _complain(str(error), USAGE)
-    except WorkersError as error:
-        return _complain(str(error), NOTHING_RAN)
-    except (Abort, KeyboardInterrupt):
-        return _complain("interrupted", INTERRUPTED)
-    except Exception as error:
-        traceback.print_exc()
-        return _complain(f"a defect of its own: {type(error).__name__}: {error}", NOTHING_RAN)
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"mla-verify: {printable(' '.join(message.split()))}", file=sys.stderr)
-    return code
-
-
-def _unread() -> int:
-    """Nobody reads what is printed, as after ``| head``: say no more, at the end of the process either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return UNREAD
-
-
 @contextmanager
 def _typed_by_user() -> Iterator[None]:
     """Names, files and cases come from a person: what is wrong with them is no fault of the program."""
@@ -139,6 +97,21 @@ def _typed_by_user() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        write(to_stdout(), f"mla-verify {version('mla-verify')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What may stand before a command."""
 
 
 @app.command("list")

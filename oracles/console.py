@@ -14,6 +14,7 @@ from rich.text import Text
 
 from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
+from oracles.exits import printable
 from oracles.verdict import BROKEN, FAIL, HELD, NOT_RUN, Verdict
 from oracles.verify import DEFAULT, oracles_for
 
@@ -26,11 +27,6 @@ GROUPINGS: dict[str, Callable[[Verdict], str]] = {
     "format": lambda v: f"{v.case.problem} {v.case.cache_format}",
     "oracle": lambda v: f"{v.case.problem} {v.oracle}",
 }
-
-
-def printable(text: str) -> str:
-    """The same text, but what a terminal would obey or not show is an escape sequence of Python's."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def to_stdout() -> Console:
@@ -207,6 +203,7 @@ def python_code(verdict: Verdict) -> str:
     return f"""\
 import torch
 from mla_ref.case import Case
+from oracles.exits import printable
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problem
 from oracles.verify import find_backend

@@ -24,6 +24,7 @@ from mla_ref.problem import problem as find_problem
 from oracles.campaign import Plan, campaign, known
 from oracles.console import cell, describe, label, left_out, python_code, to_stdout, write
 from oracles.corpus import Entry, read
+from oracles.exits import INTERRUPTED
 from oracles.oracle import rules
 from oracles.plan_cli import size
 from oracles.pool import describe_all, judges, sources_of
@@ -38,7 +39,6 @@ ENGINES = ("processes", "ray")
 MAX_ON_GPU = 16
 MAX_FAILURES, MAX_CODE = 10, 3
 LINE_EVERY, FRAME_EVERY = 10.0, 0.2
-INTERRUPTED = 130
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 Timeout = Annotated[str, typer.Option(help="Most for one function of a backend on one case: 60s, 10m.")]

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from oracles.exits import WorkersError
 from oracles.pool import judges
-from oracles.worker import CRASHED, MAX_STARTS, START_SECONDS, Limits, Outcome, Task, WorkersError, one_line
+from oracles.worker import CRASHED, MAX_STARTS, START_SECONDS, Limits, Outcome, Task, one_line
 
 WAIT = 0.1
 

@@ -34,6 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from oracles.exits import WorkersError
+
 # The first word of a message: a step restarts the clock, an item is just said. A step that says how many
 # seconds it needs, under this name, is given as many even where the limit is lower.
 STEP, ITEM = "step", "item"
@@ -62,10 +64,6 @@ START = (
 Message = tuple[str, Any]
 Say = Callable[[str, Any], None]
 Handler = Callable[[Any, Say], None]
-
-
-class WorkersError(RuntimeError):
-    """The judge's own processes do not work, so that nothing is known of any backend."""
 
 
 class Task(NamedTuple):

@@ -25,7 +25,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from oracles.cli import main
+from oracles.command import main
 from oracles.tables import pages
 
 ROOT = Path(__file__).parent.parent

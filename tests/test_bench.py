@@ -22,7 +22,7 @@ from mla_ref.config import MLAConfig
 from mla_ref.formats import cache_format
 from mla_ref.latent import BACKEND as LATENT
 from mla_ref.problem import problem
-from oracles.cli import main
+from oracles.command import main
 from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from mla_ref.case import Case
 from mla_ref.presets import PRESETS
 from oracles import campaign as campaign_module
 from oracles.campaign import Plan, campaign, drawn, known, shrunk
-from oracles.cli import main
+from oracles.command import main
 from oracles.corpus import read as corpus_entries
 from oracles.coverage import draw
 from oracles.fuzz_cli import at_most, budget_of, duration, memory_size
@@ -479,7 +479,7 @@ def test_interrupted_then_killed_then_run_to_its_end(tmp_path):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, tmp_path / "code" / package, ignore=ignored)
     command = [
-        *(sys.executable, "-c", "import sys; from oracles.cli import main\nsys.exit(main())"),
+        *(sys.executable, "-c", "import sys; from oracles.command import main\nsys.exit(main())"),
         *("fuzz", "--backend", "mla_ref.rope", "--oracle", "value", "--budget", "400cases", "--jobs", "1"),
         *("--out", str(tmp_path / "run")),
     ]

@@ -1,5 +1,6 @@
 """The command line: exit codes, what it prints and writes, and strangers' kernels."""
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -20,13 +21,12 @@ from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from mla_ref.values import REGIMES
 from oracles.claims import Claim, Selection, outcome_of
-from oracles.cli import main
-from oracles.console import printable
+from oracles.command import main
+from oracles.exits import WorkersError, printable
 from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
 from oracles.oracle import rules
 from oracles.verdict import Verdict, Worst
 from oracles.verify import backends, judge
-from oracles.worker import WorkersError
 
 SMALL = ["--preset", "a.x-k2", "--format", "bf16", "--jobs", "1"]
 
@@ -626,7 +626,7 @@ def test_a_name_that_is_given_twice_counts_once(tmp_path, capsys):
     assert len(verdicts_of(path)) == 1
 
 
-COMMAND = [sys.executable, "-c", "import sys; from oracles.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from oracles.command import main; sys.exit(main())"]
 
 
 @pytest.mark.parametrize("words", [["list"], ["run", "--backend", "mla_ref.rope", *SMALL], ["--help"]])
@@ -664,3 +664,8 @@ def test_a_defect_of_ours_is_neither_a_failed_claim_nor_silent(monkeypatch, caps
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert err.endswith("\nmla-verify: a defect of its own: ZeroDivisionError: division by zero\n")
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mla-verify {importlib.metadata.version('mla-verify')}\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mla_ref.problem import problem
-from oracles.cli import main
+from oracles.command import main
 from oracles.corpus import FILE, Entry, corpus, read
 from oracles.mutants import mutants
 from oracles.oracle import rules

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oracles import doctor_cli
-from oracles.cli import main
+from oracles.command import main
 from oracles.doctor_cli import (
     BROKEN,
     MISSING,

@@ -1,4 +1,6 @@
 import importlib
+import subprocess
+import sys
 
 import pytest
 
@@ -6,7 +8,7 @@ pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 
 from test_evals_parity import BASE, _flipped, _write
 
-from oracles.cli import main
+from oracles.command import main
 
 
 @pytest.mark.parametrize(("lost", "won", "code"), [(0, 0, 0), (40, 2, 1), (15, 10, 2)])
@@ -30,3 +32,14 @@ def test_gate_without_evals_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(importlib, "import_module", gone)
     assert main(["gate"]) == 2
     assert "pip install 'mla-verify[evals]'" in capsys.readouterr().err
+
+
+def test_gate_decides_without_torch(tmp_path):
+    runs = _write(tmp_path / "a", BASE), _write(tmp_path / "b", BASE)
+    words = ["gate", "--baseline", str(runs[0]), "--candidate", str(runs[1])]
+    code = f"from oracles.command import main; code = main({words}); sys.exit(code or 'torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "PASS" in found.stdout

@@ -10,7 +10,7 @@ import torch
 
 from mla_ref.problem import problem
 from oracles import kill_matrix
-from oracles.cli import main
+from oracles.command import main
 from oracles.field import RULES, compared, rejecting
 from oracles.kill_matrix import (
     Killed,

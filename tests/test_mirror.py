@@ -13,7 +13,7 @@ import torch
 from mla_ref.problem import problem
 from oracles import mutants
 from oracles.campaign import Plan
-from oracles.cli import main
+from oracles.command import main
 from oracles.coverage import draw
 from oracles.mirror import Mirror
 from oracles.oracle import private_copy, rules, storage_bytes

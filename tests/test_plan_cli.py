@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mla_ref.capacity import GIB
-from oracles.cli import main
+from oracles.command import main
 from oracles.plan_cli import gpu_bytes, size
 
 PUBLISHED = ["--preset", "deepseek-r1", "--tp", "8", "--block-size", "64", "--budget", "22.058GiB"]

@@ -16,7 +16,7 @@ from mla_ref.layout import CacheLayout
 from oracles import conventions
 from oracles.adapter_text import Manner, source
 from oracles.call_spec import ROLES, specs
-from oracles.cli import main
+from oracles.command import main
 from oracles.conventions import Answer, Fit, case_of, probe, verdict
 from oracles.probe_cli import FIRST, State, interrogated, kernel_named
 from oracles.verdict import PASS, UNSUPPORTED

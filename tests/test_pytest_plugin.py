@@ -98,7 +98,7 @@ def test_a_broken_kernel_shows_the_smallest_case_and_how_to_repeat_it(project):
 
 
 def test_the_verdicts_are_those_of_the_command_line(project, monkeypatch, capsys):
-    from oracles.cli import main
+    from oracles.command import main
 
     options = [word.replace("--mla-", "--") for word in SMALL]
     monkeypatch.syspath_prepend(project.path)

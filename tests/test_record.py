@@ -16,7 +16,7 @@ from mla_ref.problem import problem
 from mla_ref.recording import SHAPES, read, recorded, recorded_tensor, shapes_of
 from mla_ref.values import integers
 from oracles.bounds import ADMISSIBLE
-from oracles.cli import main
+from oracles.command import main
 from oracles.compare import within
 from oracles.recorded import STAGES, passes, record, watching, write
 from oracles.shrink import smallest

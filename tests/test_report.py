@@ -11,7 +11,7 @@ import pytest
 
 from mla_ref.case import Case
 from mla_ref.presets import preset
-from oracles.cli import main
+from oracles.command import main
 from oracles.report import BAD, BINS, FAINT, GOOD, INK, TEMPLATE, gathered, page
 from oracles.run_directory import VERDICTS
 from oracles.verdict import Pattern, Verdict, Worst

@@ -20,7 +20,7 @@ def test_folders_of_our_names_shadow_nothing(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(THEIRS)
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from oracles.cli import main\n"
+        "from oracles.command import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     words = ["run", "--backend", "theirs", "--preset", "a.x-k2", "--oracle", "contract"]

@@ -1,0 +1,24 @@
+"""How a command ends: its exit code, and one line for what is wrong."""
+
+import sys
+
+OK, FAILED, USAGE, NOTHING_RAN, INTERRUPTED, UNREAD = 0, 1, 2, 3, 130, 141
+
+
+class UsageError(Exception):
+    """What is wrong with a command, in one line."""
+
+
+class WorkersError(RuntimeError):
+    """The judge's own processes do not work, so that nothing is known of any backend."""
+
+
+def printable(text: str) -> str:
+    """The same text, but what a terminal would obey or not show is an escape sequence of Python's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def complain(message: str, code: int) -> int:
+    """Say in one line of stderr what is wrong; returns the exit code."""
+    print(f"mla-verify: {printable(' '.join(message.split()))}", file=sys.stderr)
+    return code

@@ -1,11 +1,16 @@
 """Verdicts as JUnit XML, which most CI systems show as a test report."""
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from xml.etree import ElementTree
 
 from oracles.console import describe, label
 from oracles.verdict import BROKEN, FAIL, NOT_RUN, Verdict
+
+# What a character of XML 1.0 (fifth edition, production 2) is not. A carriage return is one, but readers turn
+# it into a line feed, so it is shown too.
+NOT_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_junit(verdicts: Sequence[Verdict]) -> str:
@@ -26,21 +31,24 @@ def _add_suite(root: ElementTree.Element, backend: str, verdicts: list[Verdict])
         "errors": sum(v.status in BROKEN for v in verdicts) - failures,
         "skipped": sum(v.status in NOT_RUN for v in verdicts),
     }
-    attributes = {"name": backend} | {name: str(n) for name, n in counts.items()}
-    suite = ElementTree.SubElement(root, "testsuite", attributes)
+    suite = _element(root, "testsuite", name=backend, **{name: str(n) for name, n in counts.items()})
     for verdict in verdicts:
         claim = "/".join(part for part in (verdict.variant, verdict.oracle) if part)
         name = f"{claim or verdict.status} {label(verdict.case)}"
-        test = ElementTree.SubElement(
-            suite, "testcase", classname=backend, name=name, time=f"{verdict.seconds:.3f}"
-        )
+        test = _element(suite, "testcase", classname=backend, name=name, time=f"{verdict.seconds:.3f}")
         if verdict.status in BROKEN:
             kind = "failure" if verdict.status == FAIL else "error"
-            element = ElementTree.SubElement(test, kind, message=_xml_safe(verdict.detail or verdict.oracle))
+            element = _element(test, kind, message=verdict.detail or verdict.oracle)
             element.text = _xml_safe("\n".join(describe(verdict)))
         elif verdict.status in NOT_RUN:
-            ElementTree.SubElement(test, "skipped", message=_xml_safe(verdict.detail))
+            _element(test, "skipped", message=verdict.detail)
+
+
+def _element(parent: ElementTree.Element, tag: str, **attributes: str) -> ElementTree.Element:
+    """A new last child, its attributes such that any XML parser reads them."""
+    return ElementTree.SubElement(parent, tag, {name: _xml_safe(text) for name, text in attributes.items()})
 
 
 def _xml_safe(text: str) -> str:
-    return "".join(c if c in "\t\n" or c >= " " else "?" for c in text)
+    """The same text, but what no XML may hold is an escape sequence of Python's."""
+    return NOT_XML.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -7,6 +7,7 @@ import torch
 import typer
 
 from mla_ref.config import MLAConfig
+from oracles.exits import UsageError
 from oracles.recorded import STAGES, record, write
 from oracles.verify import use_device
 
@@ -47,9 +48,9 @@ def record_command(
             lengths = " ".join(f"{q}/{kv}" for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
             typer.echo(f"{path}: {len(ids)} requests, new/cached tokens {lengths}")
     except ImportError as error:
-        raise typer.BadParameter(f"record: {MISSING} ({error})") from None
+        raise UsageError(f"record: {MISSING} ({error})") from None
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(f"record: {error}") from None
+        raise UsageError(f"record: {error}") from None
     typer.echo(f"{len(chosen) * len(STAGES)} recordings of {config.name} in {dtype}")
     return 0
 

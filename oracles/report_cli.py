@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from oracles.exits import UsageError
 from oracles.report import page
 
 MISSING = "needs jinja2 and matplotlib: pip install 'mla-verify[report]'"
@@ -19,8 +20,8 @@ def report(
     try:
         html.write_text(page(run, title), encoding="utf-8")
     except ImportError as error:
-        raise typer.BadParameter(f"report: {MISSING} ({error})") from None
+        raise UsageError(f"report: {MISSING} ({error})") from None
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(f"report: {error}") from None
+        raise UsageError(f"report: {error}") from None
     typer.echo(html)
     return 0

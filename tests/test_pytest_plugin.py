@@ -479,7 +479,7 @@ def test_the_wheel_holds_all_that_the_package_reads(installed):
     assert not missing
     gate = in_project(installed, "mla-verify", "gate", "--baseline=nowhere", "--candidate=nowhere")
     assert (gate.returncode, gate.stderr.count("\n")) == (3, 1)
-    assert "gate: nowhere: no results_*.json" in gate.stderr
+    assert "gate: nowhere: is neither a folder nor a results file of lm_eval" in gate.stderr
 
 
 def test_from_the_wheel_the_plugin_is_green_and_red(installed):

@@ -7,8 +7,9 @@ again, or what a call leaves behind.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,6 +60,7 @@ def attention_mutants(case: Case) -> dict[str, tuple[Case, Run]]:
         "table_taken_for_packed": (case, given(block_table=_packed_table)),
         "output_buffer_shared": (case, _into_one_buffer()),
         "cache_decoded_once": (case, _by_address("kv_cache")),
+        "cache_views_kept": (case, _keeping_views()),
         "seeds_the_generator": (case, _leaving(lambda: torch.set_rng_state(torch.Generator().get_state()))),
         "gradients_left_off": (case, _leaving(lambda: torch.set_grad_enabled(False))),
         "tf32_left_on": (case, _leaving(_tf32_on)),
@@ -159,6 +161,20 @@ def _by_address(name: str) -> Run:
         tensor = getattr(inputs, name)
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         return attend(inputs._replace(**{name: kept.setdefault(key, tensor.clone())}), {})
+
+    return run
+
+
+def _keeping_views() -> Run:
+    """The class of a cache's views is decorated with ``functools.cache``, which was the next function's."""
+
+    class Views(NamedTuple):
+        entries: torch.Tensor
+
+    views = cache(Views)
+
+    def run(inputs: Any) -> AttentionOutput:
+        return attend(inputs._replace(kv_cache=views(inputs.kv_cache[:]).entries), {})
 
     return run
 

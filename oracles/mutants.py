@@ -1,9 +1,8 @@
 """Implementations that are wrong on purpose, each by one small edit, with a case on which it shows.
 
 An oracle names the mutants that it kills; one that kills none has never been seen to fail. The edits are
-those
-that people made: wrong scales, masks, pages, units and conventions, lost roundings, memory that is not
-    theirs.
+those that people made: wrong scales, masks, pages, units and conventions, lost roundings, memory that is not
+theirs.
 """
 
 import inspect

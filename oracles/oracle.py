@@ -87,6 +87,14 @@ def _clone(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Ten
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def named_tensors(inputs: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of a tuple of inputs by name, those of a mapping by their own."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in inputs._asdict().items():
+        found |= value if isinstance(value, Mapping) else {name: value}
+    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+
+
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole memory that a tensor is a view of, as bytes."""
     return torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

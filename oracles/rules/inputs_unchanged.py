@@ -7,19 +7,14 @@ Exact or bounded: exact.
 Kills: a kernel that rescales its queries in place, or stores past the end of its rows.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-
 from oracles.compare import identical
-from oracles.oracle import Oracle, Trial, storage_bytes
+from oracles.oracle import Oracle, Trial, named_tensors, storage_bytes
 from oracles.verdict import Finding
 
 
 def check(trial: Trial) -> Finding:
     """Compare values with their places, then whole storages."""
-    before, left = _tensors(trial.inputs), _tensors(trial.left())
+    before, left = named_tensors(trial.inputs), named_tensors(trial.left())
     checked = 0
     for name, tensor in before.items():
         if name in trial.problem.writes:
@@ -32,14 +27,6 @@ def check(trial: Trial) -> Finding:
             return storage
         checked += finding.num_checked
     return Finding(ok=True, num_checked=checked)
-
-
-def _tensors(inputs: Any) -> dict[str, torch.Tensor]:
-    """Every tensor by name, those of a mapping by their own."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in inputs._asdict().items():
-        found |= value if isinstance(value, Mapping) else {name: value}
-    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
 
 
 ORACLE = Oracle(

@@ -98,7 +98,13 @@ def trial(
 
     with _refusing("trial"), _folder_or_temporary(out) as folder:
         result = trials.judge(
-            _checkpoint(checkpoint), parse(path), questions, folder, margin, device, _floating(model_dtype)
+            _checkpoint(checkpoint),
+            parse(path),
+            questions,
+            folder,
+            margin,
+            _device(device),
+            _floating(model_dtype),
         )
     typer.echo(trials.as_json(result) if as_json else "\n".join(trials.report(result)))
     raise typer.Exit(EXIT[result.outcome])
@@ -142,7 +148,7 @@ def bugs(
 
     with _refusing("bugs"):
         folder = _checkpoint(checkpoint)
-        rows = list(sight.sights(folder, questions, out, jobs, device))
+        rows = list(sight.sights(folder, questions, out, jobs, _device(device)))
         if json_file is not None:
             text = json.dumps(sight.record(rows, folder), indent=1)
             json_file.write_text(f"{text}\n", encoding="utf-8")
@@ -176,7 +182,7 @@ def survey(
         chosen = _chosen(surveys.PATHS, only or [])
         folder = _checkpoint(checkpoint)
         for record in surveys.survey(
-            folder, chosen, questions, out, device=device, margin=margin, jobs=jobs, seconds=seconds
+            folder, chosen, questions, out, device=_device(device), margin=margin, jobs=jobs, seconds=seconds
         ):
             typer.echo(f"{len(record['paths'])} of {len(chosen)} paths", err=True)
             if json_file is not None:
@@ -200,7 +206,7 @@ def calibrate(checkpoint: Folder, device: Device = "cpu", model_dtype: ModelDtyp
     from evals import trial as trials
 
     with _refusing("calibrate"):
-        trials.calibrate(_checkpoint(checkpoint), typer.echo, device, _floating(model_dtype))
+        trials.calibrate(_checkpoint(checkpoint), typer.echo, _device(device), _floating(model_dtype))
 
 
 @app.command()
@@ -233,7 +239,7 @@ def evaluate(
                 out,
                 limit=limit,
                 batch_size=batch_size,
-                device=device,
+                device=_device(device),
                 model_dtype=_floating(model_dtype),
                 chat=chat,
             )
@@ -298,7 +304,19 @@ def _folder_or_temporary(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
+def _device(name: str) -> str:
+    """Raises: ValueError if torch has no such device."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+    return name
+
+
 def _floating(name: str) -> str:
+    """Raises: ValueError if the name is of no type that a model is computed in."""
     if name not in FLOATING:
         raise ValueError(f"model dtype {name!r} is not one of {', '.join(FLOATING)}")
     return name

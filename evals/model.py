@@ -175,17 +175,7 @@ def serve(
     table, num_blocks = block_table(
         tuple(len(prompt) + most_new for prompt in prompts), path.block_size, CacheLayout(), len(prompts)
     )
-    caches = [
-        allocate(
-            CacheLayout(),
-            num_blocks=num_blocks,
-            block_size=path.block_size,
-            entry_width=fmt.entry_width(config.kv_lora_rank, config.qk_rope_head_dim),
-            dtype=fmt.dtype,
-            device=device,
-        )
-        for _ in model.hf.model.layers
-    ]
+    caches = _caches(model, path, num_blocks)
     scale = path.kv_scale if fmt.per_tensor_scale else float("nan")
     kv_scale = torch.tensor(scale, dtype=torch.float32, device=device)
     running = list(range(len(prompts)))
@@ -220,6 +210,22 @@ def serve(
                 ended.append(i)
             tokens[i] += following
         running = [i for i in running if i not in ended]
+
+
+def _caches(model: Model, path: AttentionPath, num_blocks: int) -> list[torch.Tensor]:
+    """A cache [n k e] for each layer, in which nothing is written."""
+    config, fmt = model.config, cache_format(path.cache_format)
+    return [
+        allocate(
+            CacheLayout(),
+            num_blocks=num_blocks,
+            block_size=path.block_size,
+            entry_width=fmt.entry_width(config.kv_lora_rank, config.qk_rope_head_dim),
+            dtype=fmt.dtype,
+            device=model.device,
+        )
+        for _ in model.hf.model.layers
+    ]
 
 
 def _step(

@@ -6,6 +6,7 @@ other its result. The record is written anew as each of them ends.
 
 import importlib.metadata
 import json
+import math
 import subprocess
 import sys
 import time
@@ -64,7 +65,8 @@ def survey(
 
     paths: name -> path as it is printed, the reference included. out: where lm_eval's runs are kept; those
     that are finished are not asked again. jobs: processes at a time, once the reference has answered.
-    seconds: the longest that one of them may take.
+    seconds: the longest that one of them may take. Where the reference has no answers the others, which would
+    ask it again, each of them, are not tried.
 
     Raises: ValueError if the checkpoint's noise was not measured, or the reference is not among the paths.
     """
@@ -80,6 +82,8 @@ def survey(
 
     rows[REFERENCE] = ended(REFERENCE)
     yield record | {"paths": [*rows.values()]}
+    if "outcome" not in rows[REFERENCE]:
+        return
     with ThreadPoolExecutor(jobs) as pool:
         others = {pool.submit(ended, name): name for name in paths if name != REFERENCE}
         for future in as_completed(others):
@@ -101,7 +105,7 @@ def _about(folder: Path, questions: int, device: str, margin: float) -> dict[str
         "sha256": measured_noise(folder)["sha256"],
         "questions": questions,
         "margin": margin,
-        "device": torch.cuda.get_device_name(torch.device(device)) if device != "cpu" else "CPU",
+        "device": torch.cuda.get_device_name(device) if device != "cpu" else "CPU",
         "versions": versions,
     }
 
@@ -160,7 +164,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     n = sum(pair.values())
     return (
         row["outcome"],
-        f"{nearest:.0%} of the limits",
+        "no limits" if math.isnan(nearest) else f"{nearest:.0%} of the limits",
         f"{(pair['both'] + pair['won']) / n:.2%} of {n}",
         f"{pair['lost']}, {pair['won']}",
         f"{decision['bound']:.2%}",

@@ -1,4 +1,5 @@
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def test_the_tables_show_every_path_and_why():
     rows = [
         _row(REFERENCE, "PASS", 0.0),
         _row("wrong", "FAIL", 2.0, 4),
+        _row("unmeasured", "INCONCLUSIVE", 0.5) | {"lines": [{"found": 0.5, "limit": math.nan}] * 2},
         {"name": "gone", "reason": "needs CUDA"},
     ]
     assert markdown({"paths": rows}).splitlines() == [
@@ -60,14 +62,18 @@ def test_the_tables_show_every_path_and_why():
         "||     |       |",
         "|wrong|gsm8k|    3.0|",
         "||     |       |",
+        "|unmeasured|gsm8k|    3.0|",
+        "||     |       |",
         "",
         "| path | verdict | T1, T2 | strict-match | lost, won | 95 % bound | McNemar p | texts equal | s |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
         "| the reference | PASS | 0% of the limits | 97.50% of 400 | 0, 0 | 0.67% | 1 | 99.5% | 12 |",
         "| wrong | FAIL | 200% of the limits | 96.50% of 400 | 4, 0 | 0.67% | 1 | 99.5% | 12 |",
+        "| unmeasured | INCONCLUSIVE | no limits | 97.50% of 400 | 0, 0 | 0.67% | 1 | 99.5% | 12 |",
         "| gone | did not run: needs CUDA |  |  |  |  |  |  |  |",
         "",
         "- wrong: T1 shadow: worst is 2, at most 1 is noise",
+        "- unmeasured: T1 shadow: worst is 2, at most 1 is noise",
     ]
 
 
@@ -104,6 +110,28 @@ def test_every_path_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.
     assert "|gsm8k|    3.0|strict-match    |     5|exact_match|↑  |1.0000|" in ours["table"]
     assert elsewhere["reason"].startswith("mla_fast.flash_mla ")
     assert f"| elsewhere | did not run: {elsewhere['reason']} |" in result.output
+
+
+def test_without_answers_of_the_reference_nothing_else_is_tried(tmp_path: Path, monkeypatch):
+    tried = []
+
+    def never_ends(command: list[str], *_: object) -> dict:
+        tried.append(command[-1])
+        return {"path": command[-1], "reason": "not ended after 1 s"}
+
+    monkeypatch.setattr(surveys, "_trial", never_ends)
+    result = CliRunner().invoke(app, ["survey", str(MINI), "--out", str(tmp_path), "--questions", "1"])
+    assert result.exit_code == 3, result.output
+    assert tried == [PATHS[REFERENCE]]
+    assert "| the reference | did not run: not ended after 1 s |" in result.output
+
+
+def test_a_device_that_is_none_is_one_line(tmp_path: Path):
+    for words in (["survey", "mini", "--out", str(tmp_path)], ["trial", "mini", "--path", ""]):
+        result = CliRunner().invoke(app, [*words, "--device", "cuda:99"])
+        assert result.exit_code == 3, result.output
+        assert f"{words[0]}: device 'cuda:99': " in result.output
+        assert result.output.count("\n") == 1
 
 
 def test_what_cannot_be_surveyed_is_one_line(tmp_path: Path):

@@ -13,8 +13,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.nn.functional as F
@@ -89,6 +90,16 @@ def forward_of(model: Any, device: torch.device) -> Callable[[torch.Tensor], tor
     return forward
 
 
+def descend(value: torch.Tensor, model: nn.Module, adam: torch.optim.Optimizer, lr: float) -> None:
+    """One step down the gradient of a loss [], whose norm is clipped to 1; no gradient is left."""
+    for group in adam.param_groups:
+        group["lr"] = lr
+    value.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    adam.step()
+    adam.zero_grad(set_to_none=True)
+
+
 def train(args: argparse.Namespace) -> None:
     """Train until the time or the steps are used up, then examine and write."""
     begun = time.monotonic()
@@ -104,14 +115,7 @@ def train(args: argparse.Namespace) -> None:
     cos, sin = rotary_tables(model, args.length)
     adam = optimizer(model, RATES[args.name], device)
     run_loss = torch.compile(loss) if args.compile else loss
-    curve = (out / "curve.jsonl").open("w", encoding="utf-8")
-
-    def record(**fields: Any) -> None:
-        line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in fields.items()})
-        print(args.name, line, flush=True)
-        curve.write(line + "\n")
-        curve.flush()
-
+    record = partial(_record, (out / "curve.jsonl").open("w", encoding="utf-8"), args.name)
     data = batches(stream, args.rows, device)
     batch = next(data)
     with torch.autocast(device.type, torch.bfloat16):
@@ -134,14 +138,9 @@ def train(args: argparse.Namespace) -> None:
         progress = step / args.steps if args.steps else elapsed / total
         if progress >= 1.0:
             break
-        for group in adam.param_groups:
-            group["lr"] = RATES[args.name] * rate(progress)
         with torch.autocast(device.type, torch.bfloat16):
             value = run_loss(model, batch, cos, sin)
-        value.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
+        descend(value, model, adam, RATES[args.name] * rate(progress))
         running = 0.98 * running + 0.02 * value.detach() if step else value.detach()
         step += 1
         batch = next(data)
@@ -187,6 +186,14 @@ def examine(
         written = greedy(forward, asked, 200, stop, device)
         right = [strict_match(tokenizer, w, q.answer) for w, q in zip(written, asked, strict=True)]
         record(event="gsm8k", n=len(right), accuracy=_share(right))
+
+
+def _record(curve: TextIO, name: str, **fields: Any) -> None:
+    """A line of the curve, printed too; floats to five places."""
+    line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in fields.items()})
+    print(name, line, flush=True)
+    curve.write(line + "\n")
+    curve.flush()
 
 
 def _share(right: list[bool]) -> float:

@@ -22,6 +22,10 @@ class _Setting(NamedTuple):
 LEAST = 5e-324
 
 
+# What scaled_dot_product_attention chooses from.
+SDPA = ("flash", "mem_efficient", "math", "cudnn")
+
+
 def _flushes_denormals(one: float = 1.0) -> bool:
     return LEAST * one == 0.0
 
@@ -46,6 +50,27 @@ def _precision(where: Any) -> _Setting:
     return _Setting(lambda: where.fp32_precision, lambda value: setattr(where, "fp32_precision", value))
 
 
+def _reductions() -> tuple[bool, bool]:
+    matmul = torch.backends.cuda.matmul
+    return matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+
+
+def _reduce(allowed: tuple[bool, bool]) -> None:
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = allowed
+
+
+def _sdpa() -> tuple[bool, ...]:
+    cuda: Any = torch.backends.cuda
+    return tuple(getattr(cuda, f"{name}_sdp_enabled")() for name in SDPA)
+
+
+def _use_sdpa(allowed: tuple[bool, ...]) -> None:
+    cuda: Any = torch.backends.cuda
+    for name, yes in zip(SDPA, allowed, strict=True):
+        getattr(cuda, f"enable_{name}_sdp")(yes)
+
+
 def _autocast(device: str) -> _Setting:
     return _Setting(
         lambda: torch.is_autocast_enabled(device), lambda value: torch.set_autocast_enabled(device, value)
@@ -57,11 +82,13 @@ SETTINGS: dict[str, _Setting] = {
     "the default device": _Setting(_device, _use_device),
     "the gradient mode": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
     "whether algorithms are deterministic": _Setting(
-        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+        torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     ),
     "the precision of float32": _precision(torch.backends),
     "the precision of float32 matmuls on a GPU": _precision(torch.backends.cuda.matmul),
     "the precision of float32 matmuls on the CPU": _precision(attrgetter("mkldnn.matmul")(torch.backends)),
+    "whether products in 16 bits are summed in them": _Setting(_reductions, _reduce),
+    "which attention torch may choose": _Setting(_sdpa, _use_sdpa),
     "cudnn.benchmark": _cudnn("benchmark"),
     "cudnn.deterministic": _cudnn("deterministic"),
     "autocast on the CPU": _autocast("cpu"),

@@ -38,7 +38,7 @@ from oracles.probes import (
     whole,
 )
 from oracles.rules.guard_bands import BAND, guarded
-from oracles.rules.index_range import FAR
+from oracles.rules.index_range import FAR, _memory
 from oracles.rules.needle import candidates
 from oracles.verdict import FAIL, PASS, UNSUPPORTED
 from oracles.verify import backends, judge
@@ -155,6 +155,20 @@ def test_pages_really_are_out_of_reach_of_32_bits():
     assert verdict.num_checked
     assert max(seen) >= FAR
     assert max(rows) >= FAR
+
+
+def test_what_there_is_no_memory_for_is_told(monkeypatch):
+    def memory(size, device, made=[]):  # noqa: B006 (one list for all calls)
+        made.append(size)
+        if len(made) > 1:
+            raise torch.OutOfMemoryError("planted\nmore")
+        return _memory(size, device)
+
+    monkeypatch.setattr("oracles.rules.index_range._memory", memory)
+    (verdict,) = judge(LATENT_BACKEND, LATENT, oracles=["index_range"])
+    assert verdict.status == PASS
+    assert verdict.num_checked
+    assert verdict.detail == "no memory for rows this far apart: planted"
 
 
 def test_what_a_backend_declines_is_not_tried():

@@ -16,12 +16,16 @@ ACTS = {
     "the default dtype": lambda: torch.set_default_dtype(torch.bfloat16),
     "the default device": lambda: torch.set_default_device("meta"),
     "the gradient mode": lambda: torch.set_grad_enabled(False),
-    "whether algorithms are deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "whether algorithms are deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "the precision of float32": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
     "the precision of float32 matmuls on a GPU": lambda: torch.set_float32_matmul_precision("high"),
     "the precision of float32 matmuls on the CPU": lambda: setattr(
         torch.backends.mkldnn.matmul, "fp32_precision", "bf16"
     ),
+    "whether products in 16 bits are summed in them": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
+    ),
+    "which attention torch may choose": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
     "cudnn.deterministic": lambda: setattr(torch.backends.cudnn, "deterministic", True),
     "autocast on the CPU": lambda: torch.set_autocast_enabled("cpu", True),

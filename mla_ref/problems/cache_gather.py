@@ -28,7 +28,8 @@ class CacheGatherInputs(NamedTuple):
 
     kv_cache: [n k e]. Pages as written by ``cache_format``; any strides but the last, which is 1. Slots
         outside the ranges may hold anything, NaN included.
-    block_table: [b m] int32. Logical block → page; entries outside a range's blocks are never followed.
+    block_table: [b m] int32, any row stride. Logical block → page; entries outside a range's blocks are
+        never followed.
     cu_seqlens: [b+1] int32. The range of request i goes to rows cu_seqlens[i] … cu_seqlens[i+1]-1.
     seq_starts: [b] int32. First token of each range, anywhere in a block; not read where the range is empty.
     num_tokens: cu_seqlens[b], known to the host.

@@ -24,7 +24,8 @@ class LatentAttentionInputs(NamedTuple):
     q_pe: [t h r]. Rotated query part, same dtype, likewise.
     kv_cache: [n k e]. Pages as written by ``cache_format``; any strides but the last, which is 1. Slots past
         ``cache_seqlens`` may hold anything, NaN included.
-    block_table: [b m] int32. Logical block → page; entries past a request's last block are never followed.
+    block_table: [b m] int32, any row stride. Logical block → page; entries past a request's last block are
+        never followed.
     cu_seqlens_q: [b+1] int32. Request i owns query rows cu_seqlens_q[i] … cu_seqlens_q[i+1]-1.
     cache_seqlens: [b] int32. Cached tokens of each request, its new ones included.
     max_seqlen_q: the longest query, known to the host.

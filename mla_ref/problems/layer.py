@@ -20,14 +20,15 @@ from mla_ref.values import bell
 class LayerInputs(NamedTuple):
     """What every implementation of ``layer`` is called with, in this order.
 
-    hidden_states: [t d]. New tokens of all requests, packed, already normalised.
+    hidden_states: [t d]. New tokens of all requests, packed, already normalised; any row stride.
     positions: [t] int64. Position of each new token in its request.
     weights: the layer's, by their names in a checkpoint ("q_a_proj.weight", a Linear's [out, in]), in the
         hidden states' dtype; exactly those of ``weight_shapes(config)``. "kv_b_proj.weight" viewed as
         [h, p+v, c] has ``w_uk`` in its first p rows of each head and ``w_uv`` in its last v.
     kv_cache: [n k e]. Changed in place, in the slots named and nowhere else; any strides but the last, which
         is 1. Slots past ``cache_seqlens`` and those about to be written may hold anything, NaN included.
-    block_table: [b m] int32. Logical block → page; entries past a request's last block are never followed.
+    block_table: [b m] int32, any row stride. Logical block → page; entries past a request's last block are
+        never followed.
     cu_seqlens_q: [b+1] int32. Request i owns tokens cu_seqlens_q[i] … cu_seqlens_q[i+1]-1.
     cache_seqlens: [b] int32. Cached tokens of each request, its new ones included.
     slot_mapping: [t] int64. Where each new token is cached, block · k + offset, no two in the same slot;

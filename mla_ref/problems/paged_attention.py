@@ -33,7 +33,8 @@ class PagedAttentionInputs(NamedTuple):
     key_cache: [n k g x]. Pages of keys; any strides but the last, which is 1. Slots past ``cache_seqlens``
         may hold anything, NaN included. h is a multiple of g: head i reads key/value head i // (h / g).
     value_cache: [n k g v]. Pages of values, likewise, in the same type; often the same memory.
-    block_table: [b m] int32. Logical block → page; entries past a request's last block are never followed.
+    block_table: [b m] int32, any row stride. Logical block → page; entries past a request's last block are
+        never followed.
     cu_seqlens_q: [b+1] int32. Request i owns query rows cu_seqlens_q[i] … cu_seqlens_q[i+1]-1.
     cache_seqlens: [b] int32. Cached tokens of each request, its new ones included.
     max_seqlen_q: the longest query, known to the host.

@@ -56,7 +56,10 @@ def check(trial: Trial) -> Finding:
             return finding
         findings.append(finding)
     spoken = [finding for finding in findings if not finding.detail]
-    return (spoken or findings or [nothing("nothing has two rows")])[0]
+    left_out = [finding for finding in findings if finding.detail]
+    if spoken and left_out:
+        return replace(spoken[0], detail=left_out[0].detail)
+    return (spoken or left_out or [nothing("nothing has two rows")])[0]
 
 
 def _as_before(trial: Trial, output: Any, moved: Any, where: str) -> Finding:

@@ -77,10 +77,10 @@ def bits_kept_from(movement: float, roundings: int, roundoff: float) -> float:
     """From which magnitude on a movement leaves every bit of results as it is, but for one check in 10⁹.
 
     A movement shows where it crosses a boundary between two roundings, with a chance that is its share of
-    their distance; it then becomes that distance, so that a later, coarser rounding sees on average what
-    came in.
+    their distance, which just below a power of two is ``roundoff`` of a magnitude; it then becomes that
+    distance, so that a later, coarser rounding sees on average what came in.
     """
-    return movement * roundings / (2.0 * roundoff * FALSE_ALARM)
+    return movement * roundings / (roundoff * FALSE_ALARM)
 
 
 def elements(inputs: Any, numerics: Numerics, certain: Mapping[str, Admissible]) -> dict[str, Admissible]:

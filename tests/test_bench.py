@@ -297,19 +297,17 @@ def test_a_truth_that_does_not_fit_is_nobodys_fault(monkeypatch: pytest.MonkeyPa
     def hungry(*inputs: Any) -> Any:
         raise NO_ROOM[0]
 
-    def no_truth(case: Case, inputs: Any) -> Any:
-        return hungry
-
     plant(monkeypatch, hungry=replace(LATENT, name="hungry", fn=hungry))
     (case,) = run("hungry")["cases"]
     assert [(e["status"], e["detail"]) for e in case["contestants"]] == [
         (ERROR, f"OutOfMemoryError: {NO_ROOM[0]}")
     ]
-    monkeypatch.setattr(racing, "jury", no_truth)
-    record = run("mla_ref.latent")
-    assert [e["status"] for e in record["cases"][0]["contestants"]] == [UNAVAILABLE]
-    assert record["cases"][0]["contestants"][0]["detail"].startswith("no memory for the truth: OutOfMemory")
-    assert outcome(record) == (0, 0)
+    for no_truth in (hungry, lambda *_: hungry):  # where its rows are chosen, or where it is computed
+        monkeypatch.setattr(racing, "jury", no_truth)
+        record = run("mla_ref.latent")
+        assert [e["status"] for e in record["cases"][0]["contestants"]] == [UNAVAILABLE]
+        assert record["cases"][0]["contestants"][0]["detail"].startswith("no memory for the truth: OutOfMem")
+        assert outcome(record) == (0, 0)
 
 
 def test_a_control_that_cannot_be_made_ends_nobody_elses_race(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,11 +229,12 @@ def _raced(case: Case, names: Sequence[tuple[str, str]], device: torch.device, p
         try:
             fresh = _fitting("the inputs", inputs_of, case, device)
             copies = [_fitting("the inputs", private_copy, fresh) for _ in range(num_copies(case, device))]
+            judge = _fitting("the truth", jury, case, fresh)
         except _NoRoom as error:
             for entrant in entering:
                 entrant.status, entrant.detail = UNAVAILABLE, str(error)
         else:
-            contestants += _contested(entering, fresh, copies, jury(case, fresh), pace, device)
+            contestants += _contested(entering, fresh, copies, judge, pace, device)
     done = work(case)
     return {
         "label": label(case),

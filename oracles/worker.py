@@ -4,7 +4,8 @@ A worker is a fresh interpreter in a session of its own. Tasks and answers are l
 only the worker's loop knows; what a task prints goes elsewhere, and its end is kept for the message. A task
 names a function, "module:name", which is called with the task's argument and with a way to say something.
 
-- Time is limited between two steps that a task announces.
+- Time is limited between two steps that a task announces. What the worker's main thread waited for a core
+  that others had does not count, up to ``STRETCH``: a busy machine is no fault of a kernel's.
 - Memory: on the CPU the system refuses addresses beyond the limit (RLIMIT_AS), so that an allocation raises
   where it is made. A CUDA context reserves hundreds of gigabytes of addresses, so there the parent watches
   resident memory instead; it does so everywhere for the sum over a worker and its children.
@@ -52,6 +53,9 @@ MAX_PROCESSES = 128
 TICK, SCAN, LAST_WORDS, DYING = 0.05, 0.5, 0.3, 5.0
 TAIL = 1 << 14
 GIB = 1 << 30
+
+# How many times its limit a step may take if it waits for a core meanwhile.
+STRETCH = 10
 
 # In the environment of a worker and of all that it starts.
 COOKIE = "MLA_VERIFY_WORKER"
@@ -164,8 +168,9 @@ def one_line(error: BaseException) -> str:
 class _Worker:
     """One process as its parent sees it.
 
-    since: when its step began. patience: what that asked for. hung_up: when it closed its end. ready: its
-    preparation is over. again: its task was given before, to one that died before the task began.
+    since: when its step began. waited: for a core until then. patience: what the step asked for. hung_up:
+    when it closed its end. ready: its preparation is over. again: its task was given before, to one that died
+    before the task began.
     """
 
     process: subprocess.Popen[bytes]
@@ -173,6 +178,7 @@ class _Worker:
     cookie: str
     task: Task | None
     since: float
+    waited: float = 0.0
     patience: float = 0.0
     hung_up: float = math.inf
     ready: bool = False
@@ -264,7 +270,7 @@ class Pool:
         return worker
 
     def _send(self, worker: _Worker, task: Task, memory: int | None = None) -> None:
-        worker.since, worker.patience = time.monotonic(), 0.0
+        _begin_step(worker, 0.0)
         with contextlib.suppress(OSError):  # if it has died, that is noticed elsewhere
             worker.link.sendall(json.dumps([task.handler, task.argument, memory]).encode() + b"\n")
 
@@ -306,8 +312,8 @@ class Pool:
             return CRASHED, "closed the judge's connection"
         busy = worker.task is not None or not worker.ready
         seconds = max(self._limits.seconds, worker.patience) if worker.ready else START_SECONDS
-        if busy and time.monotonic() - worker.since > seconds:
-            return TIMED_OUT, f"took longer than {seconds:g} s{_where_it_is(worker)}"
+        if busy and (why := _overdue(worker, seconds)):
+            return TIMED_OUT, f"{why}{_where_it_is(worker)}"
         crowd = crowds.get(worker.cookie, [])
         if len(crowd) > MAX_PROCESSES:
             return CRASHED, f"started {len(crowd)} processes; the limit is {MAX_PROCESSES}"
@@ -403,9 +409,25 @@ def _said(worker: _Worker) -> tuple[str, str] | None:
             return kind, body
         worker.messages.append((kind, body))
         if kind == STEP:
-            worker.since = time.monotonic()
-            worker.patience = body.get(PATIENCE, 0.0) if isinstance(body, dict) else 0.0
+            _begin_step(worker, body.get(PATIENCE, 0.0) if isinstance(body, dict) else 0.0)
     return None
+
+
+def _begin_step(worker: _Worker, patience: float) -> None:
+    """Its clocks start anew."""
+    worker.since, worker.waited = time.monotonic(), _waited(worker.process.pid)
+    worker.patience = patience
+
+
+def _overdue(worker: _Worker, seconds: float) -> str:
+    """Why a step has had its time; empty if it has not."""
+    took = time.monotonic() - worker.since
+    if took <= seconds:
+        return ""
+    if took - (_waited(worker.process.pid) - worker.waited) > seconds:
+        return f"took longer than {seconds:g} s"
+    longest = STRETCH * seconds
+    return f"took longer than {longest:g} s, most of which it waited for a core" if took > longest else ""
 
 
 def _exited(pid: int) -> bool:
@@ -471,6 +493,13 @@ def _sizes(process: str) -> tuple[int, int]:
         return 0, 0
     size = resource.getpagesize()
     return int(pages[0]) * size, int(pages[1]) * size
+
+
+def _waited(pid: int) -> float:
+    """Seconds that a process's main thread waited for a core; 0 where the system does not say."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    return 0.0
 
 
 class _Process(NamedTuple):

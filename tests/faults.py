@@ -225,6 +225,27 @@ def steps(argument, say):
     say(ITEM, "in time")
 
 
+def starve(argument, say):
+    """A little work on one core, with others who never rest; it would take no time alone."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    for _ in range(3):
+        if not os.fork():
+            while True:
+                pass
+    say(STEP, {})
+    start = time.thread_time()
+    while time.thread_time() - start < argument:
+        pass
+    say(ITEM, "in time")
+
+
+def spin(argument, say):
+    """A hang that never rests."""
+    say(STEP, {})
+    while True:
+        pass
+
+
 def patient(argument, say):
     say(STEP, {PATIENCE: 60.0})
     time.sleep(argument)

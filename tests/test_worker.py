@@ -37,6 +37,11 @@ def outcomes(tasks, limits=LIMITS, size=1, refuse=True):
     return sorted(found, key=lambda outcome: outcome.task.key)
 
 
+told = pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="the system does not say who waits for a core"
+)
+
+
 def said(outcome):
     return [body for kind, body in outcome.messages if kind == ITEM]
 
@@ -86,7 +91,7 @@ def test_every_end_is_told_and_the_next_task_runs_in_a_fresh_process():
     assert said(found[14]) == ["said before"]
 
 
-@pytest.mark.parametrize("name", ["hang", "hang_in_c", "lie_and_hang", "deaf_hang"])
+@pytest.mark.parametrize("name", ["hang", "hang_in_c", "lie_and_hang", "deaf_hang", "spin"])
 def test_a_hang_is_ended_in_time(name):
     hung, after = outcomes([(name, None), ("echo", 1)], LIMITS._replace(seconds=0.4))
     assert hung.end == TIMED_OUT
@@ -104,6 +109,21 @@ def test_a_step_is_given_the_time_that_it_asks_for():
     patient, hung = outcomes([("patient", 0.9), ("hang", None)], LIMITS._replace(seconds=0.4))
     assert (patient.end, said(patient)) == (DONE, ["in time"])
     assert hung.end == TIMED_OUT
+
+
+@told
+def test_waiting_for_a_core_is_not_counted():
+    starved, after = outcomes([("starve", 0.3), ("echo", 1)], LIMITS._replace(seconds=0.6))
+    assert (starved.end, said(starved)) == (DONE, ["in time"])
+    assert after.end == DONE
+
+
+@told
+def test_waiting_for_a_core_is_not_for_ever(monkeypatch):
+    monkeypatch.setattr("oracles.worker.STRETCH", 1)
+    [starved] = outcomes([("starve", 0.3)], LIMITS._replace(seconds=0.6))
+    assert starved.end == TIMED_OUT
+    assert starved.why.startswith("took longer than 0.6 s, most of which it waited for a core in starve")
 
 
 def test_what_is_printed_is_no_message():

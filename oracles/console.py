@@ -203,8 +203,6 @@ def python_code(verdict: Verdict) -> str:
     return f"""\
 import torch
 from mla_ref.case import Case
-from oracles.exits import printable
-from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problem
 from oracles.verify import find_backend
 

@@ -35,9 +35,9 @@ def to_stdout() -> Console:
 
 
 def write(console: Console, *lines: str) -> None:
-    """Print lines as they are: no markup, and no wrapping, so that each can be pasted."""
+    """Print lines as they are: no markup, no emoji, and no wrapping, so that each can be pasted."""
     for line in lines:
-        console.print(printable(line), markup=False, soft_wrap=True)
+        console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
 
 
 def cell(text: str) -> Text:

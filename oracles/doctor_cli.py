@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from oracles.console import cell, to_stdout, write
 from oracles.verify import BACKEND_PACKAGES
 
 PROJECT = "mla-verify"
@@ -300,13 +299,13 @@ def doctor(
         data = {name: [line._asdict() for line in lines] for name, lines in sections.items()}
         typer.echo(json.dumps(data | {"advice": hints}))
         return 0
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = to_stdout()
     for title, lines in sections.items():
         table = Table(title, "", "", "", box=None, header_style="bold", pad_edge=False)
         for line in lines:
-            table.add_row(*(Text(word) for word in line))
+            table.add_row(*map(cell, line))
         console.print(table)
         console.print()
     for hint in hints:
-        console.print(f"note: {hint}", markup=False, soft_wrap=True)
+        write(console, f"note: {hint}")
     return 0

@@ -37,6 +37,7 @@ from oracles.worker import Engine, Limits, share_of_memory
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 ENGINES = ("processes", "ray")
 MAX_ON_GPU = 16
+LEAST_MEMORY = 64 << 20  # any less, and the judge itself has no room
 MAX_FAILURES, MAX_CODE = 10, 3
 LINE_EVERY, FRAME_EVERY = 10.0, 0.2
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -68,8 +69,11 @@ def duration(text: str) -> float:
 
 
 def memory_size(text: str) -> int:
-    """Bytes: "8G" and "8GiB" alike. Raises: ValueError that shows the text."""
-    return size(re.sub(r"(?<=[KMGkmg])$", "iB", text.strip()))
+    """Bytes: "8G" and "8GiB" alike. Raises: ValueError that shows the text, too little included."""
+    found = size(re.sub(r"(?<=[KMGkmg])$", "iB", text.strip()))
+    if found < LEAST_MEMORY:
+        raise ValueError(f"memory {text!r}: nothing is judged in less than {LEAST_MEMORY >> 20} MiB")
+    return found
 
 
 class Budget(NamedTuple):

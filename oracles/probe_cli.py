@@ -14,6 +14,7 @@ import typer
 
 from oracles.adapter_text import Manner, source
 from oracles.call_spec import DECIDED, ROLES, Spec, specs
+from oracles.console import to_stdout, write
 from oracles.conventions import QUESTIONS, Answer, Bench, Died, Geometry, first_contact, put
 from oracles.rotations import probe_rotation, rotates
 
@@ -162,7 +163,7 @@ def probe(
     if as_json:
         typer.echo(json.dumps({"kernel": kernel, "answers": [a._asdict() for a in answers], "adapter": text}))
     else:
-        typer.echo("\n".join(lines(answers)))
+        write(to_stdout(), *lines(answers))
     if text and adapter is not None:
         adapter.write_text(text, encoding="utf-8")
     elif text and not as_json:

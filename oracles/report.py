@@ -85,10 +85,10 @@ def verdicts_of(path: Path) -> Iterator[Verdict]:
     if path.is_dir():
         yield from RunDirectory(path).verdicts()
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                verdict = Verdict.from_json(line)
+                verdict = Verdict.from_json(line.decode())
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
             yield verdict

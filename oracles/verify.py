@@ -55,12 +55,14 @@ def find_backend(spec: str) -> Backend:
 def use_device(device: str) -> None:
     """Make ready to judge on a device: without a GPU, Triton kernels run in Triton's interpreter.
 
-    Raises: ValueError if torch has no such device.
+    Raises: ValueError if torch has no such device, or nothing can be read from it.
     """
     try:
-        torch.empty(0, device=device)
+        found = torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"{device!r}: {_line(error)}") from None
+    if found.is_meta:
+        raise ValueError(f"{device!r}: holds no values")
     if torch.device(device).type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when triton is first imported
 

@@ -22,6 +22,7 @@ from mla_ref.problem import problems
 from mla_ref.values import REGIMES
 from oracles.claims import Claim, Selection, outcome_of
 from oracles.command import main
+from oracles.console import to_stdout, write
 from oracles.exits import WorkersError, printable
 from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
 from oracles.oracle import rules
@@ -181,9 +182,11 @@ def test_shown_python_runs_the_same_implementation(stranger, tmp_path, capsys):
     failed = [i for i, v in enumerate(verdicts_of(path)) if v.status == "fail" and v.oracle == "value"]
     capsys.readouterr()
     assert main(["show", str(path), "--index", str(failed[0])]) == 0
-    code = capsys.readouterr().out
-    namespace = {}
-    exec(code[code.index("import torch") :], namespace)
+    shown = capsys.readouterr().out
+    code, namespace = shown[shown.index("import torch") :], {}
+    exec(code, namespace)
+    imported = re.findall(r"import (?:\w+ as )?(\w+)$", code, re.MULTILINE)
+    assert [name for name in imported if code.count(name) == 1] == []
     assert type(namespace["output"]).__name__ == "AttentionOutput"
     worst = verdicts_of(path)[failed[0]].worst
     assert float(namespace["output"].out[worst.index]) == worst.got
@@ -269,6 +272,8 @@ BAD_INPUT = [
     (["list", "nope"], r"table 'nope' is not one of problems, backends, formats"),
     (["list", "--device", "nope"], r"--device 'nope': .*device"),
     (["run", "--device", "cuda:99"], r"--device 'cuda:99': "),
+    (["run", "--device", "meta"], r"--device 'meta': holds no values"),
+    (["fuzz", "--memory", "1"], r"memory '1': nothing is judged in less than 64 MiB"),
     (["run", "--preset", "deepseek-v33"], r"preset 'deepseek-v33' is not known; did you mean .*deepseek-v3"),
     (["run", "--format", "int3"], r"cache format 'int3' is not one of bf16"),
     (["run", "--problem", "nope"], r"problem 'nope' is not one of attention"),
@@ -508,6 +513,11 @@ def test_strangers_files_cannot_command_the_terminal(hostile, tmp_path, capsys):
     assert obeyed(captured.out) == obeyed(captured.err) == []
     assert "PASS everything" in captured.out
     assert not re.search(r"^PASS", captured.out, re.M), "a line of a stranger's own"
+
+
+def test_names_are_printed_as_they_are(capsys):
+    write(to_stdout(), "my:fire:kernel [bold]b[/bold]")
+    assert capsys.readouterr().out == "my:fire:kernel [bold]b[/bold]\n"
 
 
 def test_reports_of_a_suite_do_not_command_the_terminal_either(hostile):

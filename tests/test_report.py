@@ -243,8 +243,10 @@ def test_what_cannot_be_read_is_said_in_one_line(tmp_path, capsys):
     path, html = written(tmp_path, PASSED), tmp_path / "page.html"
     path.write_text(f"{path.read_text()}{{}}\n", encoding="utf-8")
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for given, message in (
         (path, f"{path}, line 2: verdict"),
+        (tmp_path / "binary", f"{tmp_path / 'binary'}, line 1: 'utf-8' codec"),
         (tmp_path / "empty.jsonl", "empty.jsonl: holds no verdicts"),
         (tmp_path / "nowhere", "No such file"),
         (tmp_path, "holds no"),

@@ -1,7 +1,8 @@
 """What a stranger's backend is made of: one digest of its module and of all that it imports from beside it.
 
 Beside it is what has the same top-level package, or, for a module that is in none, lies in its folder. What
-is read otherwise (sources of compiled extensions, configuration, names that are put together) is not known.
+is read otherwise (sources of compiled extensions, configuration, names that are put together) is not known;
+nor are modules that stand elsewhere than their names say.
 """
 
 import ast
@@ -9,6 +10,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -19,9 +21,9 @@ def digest_of(spec: str) -> str:
     file = getattr(sys.modules[name], "__file__", None)
     if file is None:
         return ""
-    root = _root(name, Path(file).resolve())
-    digest = hashlib.sha256()
-    for path, text in sorted(_closure(name, root).items()):
+    own = Path(file).resolve()
+    root, digest = _root(name, own), hashlib.sha256()
+    for path, text in sorted(_closure(name, own, root).items()):
         digest.update(f"{path.relative_to(root)}\0".encode() + text + b"\0")
     return digest.hexdigest()[:12]
 
@@ -32,31 +34,40 @@ def _root(name: str, file: Path) -> Path:
     return file.parents[depth]
 
 
-def _closure(name: str, root: Path) -> dict[Path, bytes]:
-    """Each file and what is in it: of what is imported now, and of what their text imports, however late."""
+def _closure(name: str, own: Path, root: Path) -> dict[Path, bytes]:
+    """Each file and what is in it: of a module and what its text imports, however late, and theirs.
+
+    What else the process has imported by now makes no difference: another backend's may be among it.
+    """
     top = name.partition(".")[0]
-    todo = [
-        (other, Path(file).resolve())
-        for other, module in list(sys.modules.items())
-        if other == name or other.partition(".")[0] == top or top == name
-        for file in (getattr(module, "__file__", None),)
-        if file is not None and Path(file).is_absolute() and Path(file).is_file()
-    ]
-    found: dict[Path, bytes] = {}
+    todo, found = [*_with_packages(name)], dict[Path, bytes]()
+    seen = set(todo)
     while todo:
-        module, path = todo.pop()
-        if path in found or not _beside(path, root, top, alone=top == name):
-            continue
-        found[path] = path.read_bytes()
-        package = module if path.stem == "__init__" else module.rpartition(".")[0]
-        for imported in _imports(found[path], package) if path.suffix == ".py" else ():
-            place = root.joinpath(*imported.split("."))
-            todo += [
-                (imported, file)
-                for file in (place.with_name(f"{place.name}.py"), place / "__init__.py")
-                if file.is_file()
-            ]
+        module = todo.pop()
+        for path in [own] if module == name else _files(module, root):
+            if path != own and not _beside(path, root, top, alone=top == name):
+                continue
+            found[path] = path.read_bytes()
+            package = module if path.stem == "__init__" else module.rpartition(".")[0]
+            texts = _imports(found[path], package) if path.suffix == ".py" else ()
+            new = {whole for text in texts for whole in _with_packages(text)} - seen
+            seen |= new
+            todo += new
     return found
+
+
+def _with_packages(module: str) -> Iterator[str]:
+    """A module, and the packages that it is in, which are imported with it."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _files(module: str, root: Path) -> Iterator[Path]:
+    """Where a module of this name would be read from: its text, its package's, or what it was compiled to."""
+    place = root.joinpath(*module.split("."))
+    names = (f"{place.name}{suffix}" for suffix in (".py", *EXTENSION_SUFFIXES))
+    return (path for path in (place / "__init__.py", *map(place.with_name, names)) if path.is_file())
 
 
 def _beside(path: Path, root: Path, top: str, alone: bool) -> bool:

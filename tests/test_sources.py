@@ -61,6 +61,15 @@ def test_of_what_is_installed_its_own_package_counts():
     assert digest_of("pytest:mark") != digest
 
 
+def test_what_else_was_imported_makes_no_difference(folder):
+    """Backends are asked one after the other in one process, in an order that is nobody's."""
+    for spec, other in (("nearby_kernel:X", "nearby_other"), ("nearby.deep:thing", "nearby.unused")):
+        import_module(spec.partition(":")[0])
+        alone = digest_of(spec)
+        import_module(other)
+        assert digest_of(spec) == alone
+
+
 def test_what_has_no_file_has_no_digest():
     assert digest_of("sys:path") == ""
 
@@ -76,3 +85,14 @@ def test_where_a_folder_is_makes_no_difference(tmp_path, monkeypatch):
             found.append(digest_of("nearby_moved"))
             del sys.modules["nearby_moved"]
     assert found[0] == found[1]
+
+
+def test_a_link_is_what_it_leads_to(tmp_path, monkeypatch):
+    (tmp_path / "real.py").write_text("x = 1")
+    (tmp_path / "nearby_link.py").symlink_to("real.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_module("nearby_link")
+    before = digest_of("nearby_link:X")
+    (tmp_path / "real.py").write_text("x = 2")
+    assert digest_of("nearby_link:X") != before
+    del sys.modules["nearby_link"]

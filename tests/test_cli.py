@@ -262,6 +262,9 @@ def test_a_case_of_ones_own(tmp_path, capsys):
 
 
 GOOD_CASE = Case(problem="rope", config=PRESETS["a.x-k2"], q_lens=(1,), kv_lens=(1,)).to_json()
+HUGE_CASE = Case(
+    problem="cache_capacity", config=PRESETS["a.x-k2"], q_lens=(1,), kv_lens=(1,), block_size=2**40
+).to_json()
 
 BAD_INPUT = [
     (["nope"], r"No such command 'nope'"),
@@ -313,6 +316,10 @@ BAD_INPUT = [
     (
         ["replay", '{"proble":1}', "--backend", "mla_ref.rope"],
         r"case: unknown field 'proble'; known are problem",
+    ),
+    (
+        ["replay", HUGE_CASE, "--backend", "mla_ref.capacity"],
+        r"block_size is \d+: its entries take \d+ bytes",
     ),
     (["replay", GOOD_CASE], r"a case names no backend: say --backend NAME"),
     (["replay", GOOD_CASE, "--backend", "mla_ref.naive"], r"implements attention, but the case is of rope"),

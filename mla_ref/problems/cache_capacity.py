@@ -10,6 +10,9 @@ from mla_ref.layout import CacheLayout
 from mla_ref.problem import Problem
 from mla_ref.values import integers
 
+# Bytes that a process can address on the machines of today.
+ADDRESSABLE = 1 << 47
+
 
 class CacheCapacityInputs(NamedTuple):
     """What every planner is called with, in this order.
@@ -56,11 +59,19 @@ def check_values(inputs: CacheCapacityInputs) -> None:
 
 
 def materialize(case: Case, device: torch.device) -> CacheCapacityInputs:
-    """The counts of a case. The budget is some one to five times what a block's entries take."""
+    """The counts of a case. The budget is some one to five times what a block's entries take.
+
+    Raises: ValueError where that is more than a process can address.
+    """
     config, fmt = case.config, cache_format(case.cache_format)
     entries = (
         case.block_size * config.num_layers * fmt.entry_bytes(config.kv_lora_rank, config.qk_rope_head_dim)
     )
+    if entries > ADDRESSABLE:
+        raise ValueError(
+            f"block_size is {case.block_size}: its entries take {entries} bytes, "
+            f"but a process can address {ADDRESSABLE}"
+        )
     return CacheCapacityInputs(
         num_layers=config.num_layers,
         entry_width=fmt.entry_width(config.kv_lora_rank, config.qk_rope_head_dim),

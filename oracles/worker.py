@@ -250,16 +250,22 @@ class Pool:
         ours, theirs = socket.socketpair()
         cookie = secrets.token_hex(8)
         outer = os.environ.get(COOKIE, "")
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            env={**self._defaults, **os.environ, COOKIE: f"{outer} {cookie}".strip()},
-        )
-        theirs.close()
+        words = [START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**self._defaults, **os.environ, COOKIE: f"{outer} {cookie}".strip()},
+            )
+        except OSError as error:
+            ours.close()
+            raise WorkersError(f"workers do not start: {error}") from None
+        finally:
+            theirs.close()
         worker = _Worker(process, ours, cookie, None, time.monotonic())
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)

@@ -218,6 +218,12 @@ def test_workers_that_cannot_start_are_an_error_with_its_message():
         list(pool.outcomes(lambda _: Task("faults:echo")))
 
 
+def test_processes_that_the_system_refuses_are_an_error_with_its_message(monkeypatch):
+    monkeypatch.setattr("oracles.worker.sys.executable", "/no/such/python")
+    with pytest.raises(WorkersError, match=r"workers do not start: .*No such file.*/no/such/python"):
+        outcomes([("echo", 1)])
+
+
 def test_workers_die_with_their_parent(tmp_path):
     """Killed in whatever way, in the middle of a hang."""
     code = (

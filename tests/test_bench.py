@@ -414,6 +414,14 @@ def test_a_record_is_shown_with_ratios_of_its_own() -> None:
     assert "  no ratios: x has no time here" in text
 
 
+def test_names_in_a_record_are_shown_as_they_are() -> None:
+    hostile = json.loads(json.dumps(RECORD).replace('"backend": "y"', '"backend": "[red]y\\u001b[2J"'))
+    assert hostile != RECORD
+    for text in (printed(show(hostile)), printed(side_by_side([hostile, hostile]))):
+        assert r"[red]y\x1b[2J" in text
+        assert "\x1b" not in text
+
+
 def test_two_runs_have_no_ratio() -> None:
     other = json.loads(json.dumps(RECORD).replace("a" * 32, "b" * 32).replace("200.0", "150.0"))
     text = printed(side_by_side([RECORD, other]))

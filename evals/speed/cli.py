@@ -19,6 +19,7 @@ from evals.speed.race import CONTROL, SLOW, Pace, named, race
 from evals.speed.report import check_base, load, name_of, outcome, plot, show, side_by_side
 from evals.speed.work import WORK
 from mla_ref.case import Case
+from oracles.exits import printable
 from oracles.verify import use_device
 
 Names = list[str] | None
@@ -140,7 +141,7 @@ def _seen(record: dict[str, Any], path: Path | None) -> None:
     """Say what was raced, where somebody watches, and keep it, in case the rest is cut off."""
     if sys.stderr.isatty() and len(record["ceilings"]) == 1:  # the second comes with no new case
         case = record["cases"][-1]
-        typer.echo(f"{case['label']}: {case['seconds']} s", err=True)
+        typer.echo(f"{printable(case['label'])}: {case['seconds']} s", err=True)
     if path:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from oracles.console import cell
 from oracles.verdict import BROKEN, PASS
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def load(path: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         run, cases = record["run"], record["cases"]
         foreign = [case["label"] for case in cases if case["run"] != run]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: no record of a race: {type(error).__name__}: {error}") from None
     if foreign:
         raise ValueError(
@@ -74,9 +75,9 @@ def show(record: dict[str, Any], base: str = "") -> RenderableType:
 
 def _lines(record: dict[str, Any]) -> Iterator[Text]:
     packages = ", ".join(f"{k} {v}" for k, v in record["machine"]["packages"].items())
-    yield Text(f"run {record['run'][:12]} on {record['machine']['name']}, {record['when']}")
-    yield Text(f"{packages}, Python {record['machine']['python']}")
-    yield Text(
+    yield cell(f"run {record['run'][:12]} on {record['machine']['name']}, {record['when']}")
+    yield cell(f"{packages}, Python {record['machine']['python']}")
+    yield cell(
         f"ceilings: copy {ceiling(record, 'copy') / 1e9:,.0f} GB/s, bfloat16 product "
         f"{ceiling(record, 'matmul') / 1e12:,.1f} TFLOP/s"
     )
@@ -85,7 +86,7 @@ def _lines(record: dict[str, Any]) -> Iterator[Text]:
 def _case(record: dict[str, Any], case: dict[str, Any], base: str) -> RenderableType:
     amount = case["bytes_read"] + case["bytes_written"]
     title = (
-        f"\n{case['label']}: {case['flop'] / 1e9:,.1f} GFLOP, {amount / 1e6:,.1f} MB, {case['copies']} copies"
+        f"{case['label']}: {case['flop'] / 1e9:,.1f} GFLOP, {amount / 1e6:,.1f} MB, {case['copies']} copies"
     )
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("contestant", no_wrap=True)
@@ -93,32 +94,32 @@ def _case(record: dict[str, Any], case: dict[str, Any], base: str) -> Renderable
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     divisor = base_of(case, base)
-    notes = [Text(line) for line in _absent(case)]
+    notes = [cell(line) for line in _absent(case)]
     for entry in case["contestants"]:
         if "us" not in entry:
             continue
         us = entry["us"]
         part, bound = share(record, case, us)
         table.add_row(
-            name_of(entry) + ("" if entry["how"] == "graph" else " *"),
+            cell(name_of(entry) + ("" if entry["how"] == "graph" else " *")),
             f"{us:,.1f}",
             f"{entry['us_p10']:,.1f}-{entry['us_p90']:,.1f}",
             f"{us / divisor['us']:.3f}" if divisor else "-",
             f"{case['flop'] / us / 1e6:,.1f}",
             f"{amount / us / 1e3:,.0f}",
             f"{part:.1%} {bound}",
-            str(entry.get("mhz", "-")),
-            f"{entry['status']} {entry['error_over_bound']:.2f}",
+            cell(str(entry.get("mhz", "-"))),
+            cell(f"{entry['status']} {entry['error_over_bound']:.2f}"),
         )
     plain = {
         entry["why_no_graph"] for entry in case["contestants"] if "us" in entry and entry["how"] != "graph"
     }
-    notes += [Text(f"  * plain calls, the host's time included: {why}") for why in sorted(plain)]
+    notes += [cell(f"  * plain calls, the host's time included: {why}") for why in sorted(plain)]
     if divisor:
-        notes.append(Text(f"  ratio: time over that of {name_of(divisor)}, below 1 is faster"))
+        notes.append(cell(f"  ratio: time over that of {name_of(divisor)}, below 1 is faster"))
     elif base and len(table.rows):
-        notes.append(Text(f"  no ratios: {base} has no time here"))
-    return Group(Text(title), table, *notes)
+        notes.append(cell(f"  no ratios: {base} has no time here"))
+    return Group("", cell(title), table, *notes)
 
 
 def _absent(case: dict[str, Any]) -> list[str]:
@@ -140,7 +141,7 @@ def side_by_side(records: Sequence[dict[str, Any]]) -> RenderableType:
     table.add_column("case", no_wrap=True)
     table.add_column("contestant", no_wrap=True)
     for record in records:
-        table.add_column(f"µs, run {record['run'][:12]}", justify="right", no_wrap=True)
+        table.add_column(cell(f"µs, run {record['run'][:12]}"), justify="right", no_wrap=True)
     times: dict[tuple[str, str], dict[str, float]] = {}
     for record in records:
         for case in record["cases"]:
@@ -149,9 +150,9 @@ def side_by_side(records: Sequence[dict[str, Any]]) -> RenderableType:
                     key = (case["label"], name_of(entry))
                     times.setdefault(key, {})[record["run"]] = entry["us"]
     for (case_label, name), by_run in times.items():
-        cells = [f"{by_run[r['run']]:,.1f}" if r["run"] in by_run else "-" for r in records]
-        table.add_row(case_label, name, *cells)
-    return Group(table, Text(NO_RATIO))
+        times_of = [f"{by_run[r['run']]:,.1f}" if r["run"] in by_run else "-" for r in records]
+        table.add_row(cell(case_label), cell(name), *times_of)
+    return Group(table, cell(NO_RATIO))
 
 
 def outcome(record: dict[str, Any]) -> tuple[int, int]:

@@ -330,7 +330,7 @@ LOG_SUM_EXP = '''
 def log_sum_exp(ql_nope, q_pe, kv_cache, block_table, cu_seqlens_q, cache_seqlens, softmax_scale):
     """[t h], computed here, since the kernel returns none: only ``out`` is the kernel's own."""
     query = torch.cat([ql_nope, q_pe], dim=-1).float()
-    lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
+    lse = query.new_full(query.shape[:2], -torch.inf)
     for request in requests(block_table, cu_seqlens_q, cache_seqlens):
         entries = gather(kv_cache, request.table_row, 0, request.kv_len).float()
         scores = softmax_scale * torch.einsum("she,je->hsj", query[request.rows], entries)

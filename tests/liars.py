@@ -55,7 +55,7 @@ def kernel(
         (b, s, h, e), k = q.shape, kv_cache.shape[1]
         c = e - (LATENT_SHARE if e > 2 * LATENT_SHARE else e // 3)
         out = torch.zeros(b, s, h, c, dtype=q.dtype)
-        lse = torch.zeros(b, h, s)
+        lse = torch.zeros(b, h, s, dtype=torch.float32)
         for i, length in enumerate(cache_seqlens.tolist()):
             stop = -(-length // k) * k if past_length == "block" else length
             entries = gather(kv_cache, block_table[i], 0, stop).float()
@@ -74,7 +74,7 @@ def kernel(
                 values = last
                 weights = torch.nn.functional.pad(weights, (0, len(last) - stop))
             out[i] = torch.einsum("hsj,jc->shc", weights, values).to(q.dtype)
-            total = scores.logsumexp(-1) if stop else torch.full((h, s), -math.inf)
+            total = scores.logsumexp(-1) if stop else scores.new_full((h, s), -math.inf)
             nothing = total == -math.inf
             total = total / scale if unscaled_lse else total / math.log(base)
             lse[i] = total.masked_fill(nothing, empty)
@@ -130,7 +130,7 @@ no_lse = kernel(no_lse=True)
 def nonsense(q, kv_cache, block_table, cache_seqlens, softmax_scale):
     """The right shapes, and no attention."""
     b, s, h, e = q.shape
-    return q[..., : e - LATENT_SHARE].clone(), torch.zeros(b, h, s)
+    return q[..., : e - LATENT_SHARE].clone(), torch.zeros(b, h, s, dtype=torch.float32)
 
 
 def needs_more(q, kv_cache, block_table, cache_seqlens, softmax_scale, tuning):

@@ -87,7 +87,7 @@ def kernel_of(manner: Manner, alignment: str):
     def kernel(**given):
         query, entries = queries_of(given).double(), keys_of(given)
         (t, h, _), offsets = query.shape, given["cu_seqlens_q"].tolist()
-        out, lse = torch.zeros(t, h, 32, dtype=torch.float64), torch.full((t, h), -math.inf).double()
+        out, lse = query.new_zeros(t, h, 32), query.new_full((t, h), -math.inf)
         for i, found in enumerate(entries):
             rows = slice(offsets[i], offsets[i + 1])
             s, n = rows.stop - rows.start, len(found)
@@ -100,7 +100,7 @@ def kernel_of(manner: Manner, alignment: str):
                 seen = torch.ones(s, n, dtype=torch.bool)
             scores = given["scale"] * torch.einsum("she,je->hsj", query[rows], found.double())
             scores = scores.masked_fill(~seen, -math.inf)
-            lse[rows] = (scores.logsumexp(-1) if n else torch.full((h, s), -math.inf).double()).T
+            lse[rows] = (scores.logsumexp(-1) if n else scores.new_full((h, s), -math.inf)).T
             weights = (scores - lse[rows].T[..., None].clamp(min=-1e300)).exp()
             out[rows] = torch.einsum("hsj,jc->shc", weights, found[:, :32].double())
         if manner.empties:
@@ -244,7 +244,7 @@ def paged_with_mask(q, kv_cache, block_table, cache_seqlens, softmax_scale, caus
         seen = seen if attn_mask is None else attn_mask[i, 0, :, :n]
         scores = softmax_scale * torch.einsum("she,je->hsj", q[i].float(), entries)
         scores = scores.masked_fill(~seen, -math.inf)
-        lses.append(scores.logsumexp(-1) if n else torch.full((h, s), -math.inf))
+        lses.append(scores.logsumexp(-1) if n else scores.new_full((h, s), -math.inf))
         outs.append(torch.einsum("hsj,jc->shc", scores.softmax(-1).nan_to_num(), entries[:, : e - e // 3]))
     return torch.stack(outs).to(q.dtype), torch.stack(lses)
 

@@ -97,7 +97,7 @@ def stand_in_flash_attn(
     assert causal
     assert return_softmax_lse
     offsets, block_size = cu_seqlens_q.tolist(), k_cache.shape[1]
-    out, lse = torch.empty_like(qv), torch.empty(qv.shape[1], qv.shape[0])
+    out, lse = torch.empty_like(qv), torch.empty(qv.shape[1], qv.shape[0], dtype=torch.float32)
     for i, length in enumerate(cache_seqlens.tolist()):
         rows = slice(offsets[i], offsets[i + 1])
         pages = torch.tensor([i]) if page_table is None else page_table[i, : -(-length // block_size)].long()

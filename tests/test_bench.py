@@ -227,7 +227,8 @@ def test_whoever_writes_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch, proble
             return (inputs[2],)
         if len(calls) == 1:
             return right.fn(*inputs)
-        return torch.full_like(inputs[0], torch.nan), torch.full(inputs[0].shape[:2], torch.nan)
+        lse = torch.full(inputs[0].shape[:2], torch.nan, dtype=torch.float32)
+        return torch.full_like(inputs[0], torch.nan), lse
 
     plant(monkeypatch, idle=replace(right, name="idle", fn=idle), right=right)
     (case,) = run("right", "idle", name=problem_name)["cases"]

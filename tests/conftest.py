@@ -38,6 +38,11 @@ if not torch.cuda.is_available():
 # Tensors are small here: threads would mostly wait for each other, and for those of parallel workers.
 torch.set_num_threads(1)
 
+# torch looks up which functions make tensors when a device is first made the default, and keeps what it
+# found: not the wrappers of ``poisoned_empty``, past which a layer would be made on the CPU, its weights drawn.
+with torch.device("meta"):
+    assert torch.empty(0).is_meta
+
 
 @pytest.fixture(scope="session", autouse=True)
 def nobody_watches() -> Iterator[None]:

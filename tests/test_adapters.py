@@ -198,6 +198,15 @@ def test_transformers_layer(name: str, seed: int) -> None:
     assert {v.status for v in verdicts} == {PASS}, [v.detail for v in verdicts if v.status != PASS]
 
 
+def test_their_layer_is_built_without_memory_or_random_numbers(seed: int) -> None:
+    pytest.importorskip("transformers", reason="builds transformers' own layer")
+    transformers_layer.modules.cache_clear()
+    before = torch.get_rng_state()
+    layer, _ = transformers_layer.modules(layer_case("deepseek-v3", seed).config)
+    assert all(weight.is_meta for weight in layer.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("wrong", ["order", "mask", "context"])
 def test_a_wrong_conversion_of_the_layer_is_caught(
     wrong: str, seed: int, monkeypatch: pytest.MonkeyPatch

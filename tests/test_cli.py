@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -26,7 +24,7 @@ from oracles.console import to_stdout, write
 from oracles.exits import WorkersError, printable
 from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
 from oracles.oracle import rules
-from oracles.verdict import Verdict, Worst
+from oracles.verdict import PASS, Verdict, Worst
 from oracles.verify import backends, judge
 
 SMALL = ["--preset", "a.x-k2", "--format", "bf16", "--jobs", "1"]
@@ -655,16 +653,27 @@ def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(words):
     assert process.wait() == 141
 
 
-def test_an_interrupted_run_is_one_line_and_keeps_what_it_wrote(tmp_path):
-    path = tmp_path / "verdicts.jsonl"
-    words = ["run", "--backend", "mla_ref.layer", "--jobs", "1", "--full", "--json", str(path)]
-    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and (not path.exists() or not path.stat().st_size):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate() == ("", "mla-verify: interrupted\n")
-    assert process.returncode == 130
-    assert verdicts_of(path)
+def test_an_interrupted_run_is_one_line_and_keeps_what_it_wrote(stranger, tmp_path):
+    """By the signal of a terminal, in the middle of its second case."""
+    interrupted = "    if len(cache_seqlens) == 2:\n        signal.raise_signal(signal.SIGINT)\n"
+    # A process that was begun in the background of a script ignores the signal until it is told not to.
+    heeded = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    source = (
+        "import signal\n"
+        + heeded
+        + STRANGER.format(mistake="").replace("    out = torch.zeros", interrupted + "    out = torch.zeros")
+    )
+    path, name = tmp_path / "verdicts.jsonl", stranger(source)
+    config = PRESETS["a.x-k2"]
+    cases = [
+        Case(problem="latent_attention", config=config, q_lens=lengths, kv_lens=lengths, cache_format="bf16")
+        for lengths in ((3,), (3, 3), (4,))
+    ]
+    words = ["run", "--backend", f"{name}:KERNEL", "--oracle", "value", "--jobs", "1", "--json", str(path)]
+    words += [word for case in cases for word in ("--case", case.to_json())]
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "mla-verify: interrupted\n", 130)
+    assert [(verdict.case, verdict.status) for verdict in verdicts_of(path)] == [(cases[0], PASS)]
 
 
 def test_limits_of_a_replay_ask_for_a_process_of_its_own(capsys):

@@ -101,7 +101,7 @@ def _finding(
     worst = Worst(
         tensor=name,
         index=index,
-        got=float(got[index].double()),
+        got=float(got[index].detach().double()),
         want=float(want[index]),
         bound=float(bound[index]),
         ratio=float(ratio[index]),

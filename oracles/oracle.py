@@ -17,6 +17,10 @@ from oracles.verdict import Finding
 Run = Callable[[Any], Any]  # inputs -> output of the implementation on trial
 
 
+class Raised(Exception):
+    """The implementation on trial raised its cause; whatever else is raised is a defect of the judge."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """What an oracle may look at.

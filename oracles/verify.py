@@ -16,7 +16,7 @@ from mla_ref.problem import Problem, problem
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.compare import why_not_comparable
 from oracles.mirror import Mirror
-from oracles.oracle import Oracle, Trial, private_copy, rules
+from oracles.oracle import Oracle, Raised, Trial, private_copy, rules
 from oracles.probes import admitted, materialized
 from oracles.process_state import kept
 from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict
@@ -81,10 +81,6 @@ def oracles_for(contract: Problem, names: Iterable[str] | None = None) -> list[O
                 f"oracle {name!r} does not judge {contract.name}; these do: {', '.join(judging)}"
             )
     return [judging[name] for name in wanted]
-
-
-class _Raised(Exception):
-    """The implementation on trial raised; whatever else is raised is a defect of the judge and propagates."""
 
 
 class _Malformed(Exception):
@@ -171,7 +167,7 @@ def _judge_variant(
             if torch.device(device).type == "cuda":
                 torch.cuda.synchronize(device)
         except (Exception, SystemExit) as error:
-            raise _Raised(f"{type(error).__name__}: {_line(error)}") from error
+            raise Raised(f"{type(error).__name__}: {_line(error)}") from error
         output = _as_output(contract, output)
         if mirror is None:
             return output
@@ -229,7 +225,7 @@ def _check(trial: Trial, oracle: Oracle, variant: str, device: str) -> Verdict:
         status = PASS if finding.ok else FAIL
     except _Malformed as error:
         status, finding = FAIL, Finding(ok=False, detail=str(error))
-    except _Raised as error:
+    except Raised as error:
         status, finding = ERROR, Finding(ok=False, detail=str(error))
     seconds = time.perf_counter() - start
     pattern = None if finding.ok or finding.pattern is None else finding.pattern()

@@ -171,6 +171,17 @@ def test_what_there_is_no_memory_for_is_told(monkeypatch):
     assert verdict.detail == "no memory for rows this far apart: planted"
 
 
+def test_a_right_call_that_takes_the_whole_pool_is_not_blamed_and_does_not_fill_the_machine():
+    def fn(query, rope, cache, *rest):
+        cache.double()
+        return LATENT_BACKEND.fn(query, rope, cache, *rest)
+
+    (verdict,) = judge(Backend("wasteful", "latent_attention", fn), LATENT, oracles=["index_range"])
+    assert verdict.status == PASS
+    assert verdict.detail.startswith("no memory for a call with pages this far apart: ")
+    assert verdict.num_checked  # rows are far apart without a large pool
+
+
 def test_what_a_backend_declines_is_not_tried():
     calls = []
 

@@ -37,6 +37,7 @@ from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.problem import problem
 from oracles.matrix import load
+from oracles.memory import ran_out
 from oracles.oracle import private_copy
 from oracles.verdict import ERROR, PASS, UNAVAILABLE, UNSUPPORTED
 from oracles.verify import DEFAULT, backends
@@ -291,17 +292,9 @@ def _fitting(what: str, make: Callable[..., Any], *of: Any) -> Any:
     try:
         return make(*of)
     except Exception as error:
-        if not _no_memory(error):
+        if not ran_out(error):
             raise
         raise _NoRoom(f"no memory for {what}: {_line(error)}") from None
-
-
-def _no_memory(error: Exception) -> bool:
-    """Whether memory ran out; of that of the host, torch says so in words alone."""
-    words = "out of memory", "not enough memory", "Cannot allocate memory", "can't allocate memory"
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    )
 
 
 def _admitted(backend: Backend, case: Case, device: torch.device) -> tuple[str, str]:

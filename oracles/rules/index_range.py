@@ -7,13 +7,14 @@ Why: block · stride leaves 32 bits in any pool of some gigabytes, and token · 
     wraps, and reads or overwrites another request. On a CPU such memory is a mapping of which only what is in
     use is ever touched, so nothing large is allocated; on a GPU it is real memory.
 Exact or bounded: with pages moved bit for bit where the backend repeats itself; else within both radii. Left
-    out where there is no such memory.
+    out where there is no such memory, or where a call takes more than ``OF_A_CALL`` of its own.
 Kills: offsets of pages, slots, rows and states in 32 bits, numbers of blocks in 16, in readers and in
     writers.
 """
 
 import mmap
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 
 from mla_ref.layout import POISON_BYTE
 from oracles.compare import identical, worst_of
-from oracles.oracle import Oracle, Trial, private_copy, storage_bytes
+from oracles.memory import ran_out, refused_beyond
+from oracles.oracle import Oracle, Raised, Trial, private_copy, storage_bytes
 from oracles.probes import nothing, pools, same
 from oracles.verdict import Finding
 
@@ -29,6 +31,9 @@ FAR = 2**31
 
 # Elements; a multiple of what any copy engine asks for.
 ALIGNMENT = 4096
+
+# Bytes that a call may take on the host: one that copies a whole pool would fill the machine, be it right.
+OF_A_CALL = 2**32
 
 # Linux's MAP_NORESERVE, which older Pythons do not name: memory that is never touched counts for nothing.
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -50,7 +55,14 @@ def check(trial: Trial) -> Finding:
             continue
         if moved is None:
             continue
-        output = trial.call(moved)
+        try:
+            with refused_beyond(OF_A_CALL) if trial.device == "cpu" else nullcontext():
+                output = trial.call(moved)
+        except Raised as error:
+            if not ran_out(error.__cause__):
+                raise
+            findings.append(nothing(f"no memory for a call with {what} this far apart: {error}"))
+            continue
         finding = _as_before(trial, output, moved, what)
         if not finding.ok:
             return finding

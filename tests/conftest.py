@@ -39,7 +39,7 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 
 # torch looks up which functions make tensors when a device is first made the default, and keeps what it
-# found: not the wrappers of ``poisoned_empty``, past which a layer would be made on the CPU, its weights drawn.
+# found: not the wrappers of ``poisoned_empty``, past which layers would be made on the CPU, weights drawn.
 with torch.device("meta"):
     assert torch.empty(0).is_meta
 

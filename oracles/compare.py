@@ -27,6 +27,7 @@ def within(name: str, got: torch.Tensor, want: Admissible, where: Where = "", in
         return Finding(ok=False, detail=reason)
     if not got.numel():
         return Finding(ok=True)
+    got = got.detach()
     value, (low, high) = got.double(), want.interval()
     inside = (
         (low <= value) & (value <= high) & (value.isfinite() | (want.radius < torch.finfo(want.dtype).max))
@@ -49,6 +50,7 @@ def identical(
         return Finding(ok=False, detail=reason)
     if not got.numel():
         return Finding(ok=True)
+    got = got.detach()
     same = _bits(got) == _bits(want)
     if got.is_floating_point():
         same |= got.isnan() & want.isnan()
@@ -101,7 +103,7 @@ def _finding(
     worst = Worst(
         tensor=name,
         index=index,
-        got=float(got[index].detach().double()),
+        got=float(got[index].double()),
         want=float(want[index]),
         bound=float(bound[index]),
         ratio=float(ratio[index]),

@@ -151,3 +151,14 @@ def test_a_broken_claim_speaks_before_a_kept_one():
     assert worst_of([close, broken]) == broken
     assert not worst_of([close, malformed]).ok
     assert worst_of([Finding(ok=True), close]) == close
+
+
+def test_a_tensor_in_a_graph_is_compared_by_its_values():
+    got, want = torch.tensor([1.0, 3.0], requires_grad=True), torch.tensor([1.0, 2.0])
+    findings = [
+        within("out", got, Admissible(want.double(), torch.zeros(2, dtype=torch.float64), torch.float32)),
+        identical("out", got, want),
+    ]
+    assert [(finding.ok, finding.worst.index, finding.worst.got) for finding in findings] == [
+        (False, (1,), 3.0)
+    ] * 2

@@ -11,7 +11,7 @@ from typing import Any
 
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.compare import identical, within, worst_of
-from oracles.oracle import Trial
+from oracles.oracle import Trial, private_copy
 from oracles.rules import stored
 from oracles.verdict import Finding
 
@@ -33,6 +33,16 @@ def admitted_by_truth(
     for name, want in (expected or {}).items():
         findings.append(within(name, getattr(output, name), want, letters[name], inputs))
     return worst_of(findings)
+
+
+def admitted_instead(trial: Trial, inputs: Any, what: str) -> Finding:
+    """A call on these inputs, in place of the case's own, returns and writes what it may.
+
+    what: what is different about them.
+    """
+    left = private_copy(inputs)
+    finding = admitted_by_truth(trial, inputs, trial.call(left), left)
+    return finding if finding.ok else replace(finding, detail=f"{what}: {finding.detail}")
 
 
 def rejudged(

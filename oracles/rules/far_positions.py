@@ -9,31 +9,25 @@ Exact or bounded: within the bounds of the truth; keys that were cached before s
 Kills: positions that are clamped, wrapped or rounded.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from mla_ref.case import Case
-from oracles.oracle import Oracle, Trial, private_copy
+from oracles.oracle import Oracle, Trial
 from oracles.probes import made, materialized, nothing
-from oracles.rejudge import admitted_by_truth
+from oracles.rejudge import admitted_instead
 from oracles.verdict import Finding
 
 
 def check(trial: Trial) -> Finding:
     """Run with every position moved on, and judge both outputs."""
-    inputs = made(late, trial.case, trial.device)
-    if not len(inputs.positions):
+    if not len(trial.inputs.positions):
         return nothing("there are no new tokens")
-    left = private_copy(inputs)
-    finding = admitted_by_truth(trial, inputs, trial.call(left), left)
-    return finding if finding.ok else replace(finding, detail=f"at late positions: {finding.detail}")
+    return admitted_instead(trial, made(late, trial.case, trial.device), "at late positions")
 
 
 def late(case: Case, device: str) -> Any:
     """The case's inputs, the newest token at the model's last position."""
     inputs = materialized(case, device)
-    if not len(inputs.positions):
-        return inputs
     step = max(case.config.max_position - 1 - int(inputs.positions.max()), 0)
     return inputs._replace(positions=inputs.positions + step)
 

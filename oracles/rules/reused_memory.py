@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mla_ref.case import Case
 from oracles.compare import identical, worst_of
 from oracles.oracle import Oracle, Trial, named_tensors, private_copy, storage_bytes
-from oracles.probes import made, materialized
+from oracles.probes import OF_TENSORS, made, materialized
 from oracles.rejudge import rejudged
 from oracles.verdict import Finding
 
@@ -102,16 +102,7 @@ def overwrite(memory: Any, other: Any) -> None:
 ORACLE = Oracle(
     name="reused_memory",
     check=check,
-    problems=(
-        "latent_attention",
-        "attention",
-        "paged_attention",
-        "merge_states",
-        "rope",
-        "cache_write",
-        "cache_gather",
-        "layer",
-    ),
+    problems=OF_TENSORS,
     kills=(
         "output_buffer_shared",
         "cache_decoded_once",

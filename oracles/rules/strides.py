@@ -15,7 +15,7 @@ import torch
 
 from mla_ref.layout import POISON_BYTE
 from oracles.oracle import Oracle, Trial, private_copy
-from oracles.probes import pools
+from oracles.probes import OF_TENSORS, pools
 from oracles.rejudge import rejudged
 from oracles.verdict import Finding
 
@@ -71,16 +71,7 @@ def _inside(x: torch.Tensor, width: int) -> torch.Tensor:
 ORACLE = Oracle(
     name="strides",
     check=check,
-    problems=(
-        "latent_attention",
-        "attention",
-        "paged_attention",
-        "merge_states",
-        "rope",
-        "cache_write",
-        "cache_gather",
-        "layer",
-    ),
+    problems=OF_TENSORS,
     kills=(
         "queries_taken_for_packed",
         "table_taken_for_packed",

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from oracles.oracle import Oracle, Trial, private_copy
+from oracles.probes import OF_TENSORS
 from oracles.process_state import kept
 from oracles.rejudge import rejudged
 from oracles.verdict import Finding
@@ -60,16 +61,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 ORACLE = Oracle(
     name="surroundings",
     check=check,
-    problems=(
-        "latent_attention",
-        "attention",
-        "paged_attention",
-        "merge_states",
-        "rope",
-        "cache_write",
-        "cache_gather",
-        "layer",
-    ),
+    problems=OF_TENSORS,
     kills=(
         "scale_of_the_default_type",
         "rope_frequencies_of_the_default_type",

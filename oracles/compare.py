@@ -27,7 +27,7 @@ def within(name: str, got: torch.Tensor, want: Admissible, where: Where = "", in
         return Finding(ok=False, detail=reason)
     if not got.numel():
         return Finding(ok=True)
-    got = got.detach()
+    got, want = got.detach(), want._replace(mid=want.mid.detach(), radius=want.radius.detach())
     value, (low, high) = got.double(), want.interval()
     inside = (
         (low <= value) & (value <= high) & (value.isfinite() | (want.radius < torch.finfo(want.dtype).max))
@@ -50,7 +50,7 @@ def identical(
         return Finding(ok=False, detail=reason)
     if not got.numel():
         return Finding(ok=True)
-    got = got.detach()
+    got, want = got.detach(), want.detach()
     same = _bits(got) == _bits(want)
     if got.is_floating_point():
         same |= got.isnan() & want.isnan()

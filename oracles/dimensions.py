@@ -295,20 +295,28 @@ def make(problem: str, values: Mapping[str, str], stream: Random) -> Case:
 
 @cache
 def _config(model: str, heads: int, rotation: str, layers: int, projections: str) -> MLAConfig:
-    c, p, r, v = (int(x) for x in model.split("/"))
+    dims = tuple(int(x) for x in model.split("/"))
+    return config_of(dims, heads, ROPES[rotation], layers, PROJECTIONS[projections])
+
+
+def config_of(
+    dims: Sequence[int], num_heads: int, rope: RopeConfig, num_layers: int, projections: Mapping[str, Any]
+) -> MLAConfig:
+    """The model of a drawn case. dims: c, p, r and v. projections: one of the values of ``PROJECTIONS``."""
+    c, p, r, v = dims
     config = MLAConfig(
         name="drawn",
         hidden_size=40,
-        num_heads=heads,
+        num_heads=num_heads,
         q_lora_rank=None,
         kv_lora_rank=c,
         qk_nope_head_dim=p,
         qk_rope_head_dim=r,
         v_head_dim=v,
-        rope=ROPES[rotation],
-        num_layers=layers,
+        rope=rope,
+        num_layers=num_layers,
     )
-    return replace(config, **PROJECTIONS[projections])
+    return replace(config, **projections)
 
 
 @cache

@@ -16,7 +16,7 @@ from mla_ref.layout_algebra import KV_ORDERS
 from mla_ref.problem import problem as find_problem
 from mla_ref.values import REGIMES
 from oracles.coverage import ELEMENTS
-from oracles.dimensions import MODELS, PROJECTIONS, ROPES, elements, names_of
+from oracles.dimensions import MODELS, PROJECTIONS, ROPES, config_of, elements, names_of
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -132,26 +132,8 @@ def _configs(
 
     projections = tuple(PROJECTIONS.values()) if "projections" in names_of(problem) else ({},)
 
-    def config(
-        dims: tuple[int, ...], num_heads: int, rope: Any, layers: int, more: dict[str, Any]
-    ) -> MLAConfig:
-        c, p, r, v = dims
-        fields = {"q_lora_rank": None, **more}
-        return MLAConfig(
-            name="drawn",
-            hidden_size=40,
-            num_heads=num_heads,
-            kv_lora_rank=c,
-            qk_nope_head_dim=p,
-            qk_rope_head_dim=r,
-            v_head_dim=v,
-            rope=rope,
-            num_layers=layers,
-            **fields,
-        )
-
     return st.builds(
-        config,
+        config_of,
         st.sampled_from(list(models)),
         st.sampled_from(list(heads)),
         st.sampled_from(list(ROPES.values())),

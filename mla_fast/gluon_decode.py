@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_fast._split_keys import launching
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
@@ -121,10 +122,11 @@ def plan_for(
         cu_seqlens_q.contiguous(), cache_seqlens.contiguous(), ends, items, offsets, merges, num_merges, b,
         num_heads, parts, span, size_b, size_b.bit_length(), size_p,
     )  # fmt: skip
-    if chunk:
-        schedule.fixed_schedule_kernel[(1,)](*arguments, chunk, num_warps=4, launch_pdl=True)
-    else:
-        schedule.schedule_kernel[(1,)](*arguments, num_warps=4, launch_pdl=True)
+    with launching(device):
+        if chunk:
+            schedule.fixed_schedule_kernel[(1,)](*arguments, chunk, num_warps=4, launch_pdl=True)
+        else:
+            schedule.schedule_kernel[(1,)](*arguments, num_warps=4, launch_pdl=True)
     return Plan(items, offsets, merges, num_merges, parts, lanes, num_slots, chunk)
 
 
@@ -161,24 +163,25 @@ def attend(
         layout = gl.NVMMASharedLayout.get_default_for([1, BLOCK, columns], dtype)
         return TensorDescriptor(kv_cache, [n, block_size, width], list(kv_cache.stride()), box, layout)
 
-    mla_decode_kernel[(schedule.parts * schedule.lanes,)](
-        *query_descriptors(ql_nope, q_pe),
-        cache(256),
-        cache(ROPE),
-        *results,
-        block_table,
-        schedule.items,
-        schedule.offsets,
-        block_table.stride(0),
-        ql_nope.shape[1],
-        softmax_scale * LOG2_E,
-        0,
-        block_size,
-        schedule.lanes,
-        num_warps=4,
-        maxnreg=168,
-        launch_pdl=True,
-    )
+    with launching(ql_nope.device):
+        mla_decode_kernel[(schedule.parts * schedule.lanes,)](
+            *query_descriptors(ql_nope, q_pe),
+            cache(256),
+            cache(ROPE),
+            *results,
+            block_table,
+            schedule.items,
+            schedule.offsets,
+            block_table.stride(0),
+            ql_nope.shape[1],
+            softmax_scale * LOG2_E,
+            0,
+            block_size,
+            schedule.lanes,
+            num_warps=4,
+            maxnreg=168,
+            launch_pdl=True,
+        )
     return merged(schedule, results)
 
 
@@ -204,10 +207,11 @@ def merged(schedule: Plan, results: Results) -> AttentionOutput:
         # Few rows have many splits: more programs a row. A fixed cut must not depend on the batch.
         few = max_rows <= FEW_ROWS and not schedule.chunk
         columns, splits = (64, 128) if few else (LATENT, 8)
-        merge_kernel[(min(max_rows, MERGE_PROGRAMS), LATENT // columns)](
-            *results, schedule.merges, schedule.num_merges, LATENT, columns, span, splits, num_warps=4,
-            launch_pdl=True,
-        )  # fmt: skip
+        with launching(results.out.device):
+            merge_kernel[(min(max_rows, MERGE_PROGRAMS), LATENT // columns)](
+                *results, schedule.merges, schedule.num_merges, LATENT, columns, span, splits, num_warps=4,
+                launch_pdl=True,
+            )  # fmt: skip
     return AttentionOutput(results.out, results.lse)
 
 

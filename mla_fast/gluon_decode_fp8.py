@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from mla_fast._split_keys import launching
 from mla_fast.gluon_decode import (
     BLOCK,
     LATENT,
@@ -62,27 +63,28 @@ def attend(
         layout = gl.NVMMASharedLayout(min(columns, 128), 8, 3)
         return TensorDescriptor(codes, [n, block_size, width], list(codes.stride()), box, layout)
 
-    mla_decode_fp8_kernel[(schedule.parts * schedule.lanes,)](
-        *query_descriptors(ql_nope, q_pe),
-        cache(256),
-        cache(2 * ROPE if tiled else ROPE),
-        scales,
-        *results,
-        block_table,
-        schedule.items,
-        schedule.offsets,
-        block_table.stride(0),
-        *scales.stride()[:2],
-        ql_nope.shape[1],
-        softmax_scale * LOG2_E,
-        0,
-        block_size,
-        schedule.lanes,
-        tiled,
-        num_warps=4,
-        maxnreg=168,
-        launch_pdl=True,
-    )
+    with launching(ql_nope.device):
+        mla_decode_fp8_kernel[(schedule.parts * schedule.lanes,)](
+            *query_descriptors(ql_nope, q_pe),
+            cache(256),
+            cache(2 * ROPE if tiled else ROPE),
+            scales,
+            *results,
+            block_table,
+            schedule.items,
+            schedule.offsets,
+            block_table.stride(0),
+            *scales.stride()[:2],
+            ql_nope.shape[1],
+            softmax_scale * LOG2_E,
+            0,
+            block_size,
+            schedule.lanes,
+            tiled,
+            num_warps=4,
+            maxnreg=168,
+            launch_pdl=True,
+        )
     return merged(schedule, results)
 
 

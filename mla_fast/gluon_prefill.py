@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from mla_fast import _stored_entries
+from mla_fast._split_keys import launching
 from mla_fast.chunked_sdpa import float32_sums
 from mla_fast.gluon_decode import requires
 from mla_fast.triton_cache_gather import gather_into
@@ -190,24 +191,25 @@ def run(
     group = _group(h, num_keys * width * expanded.itemsize)
     num_tiles = tiles.shape[0]
     by_head = expanded.transpose(0, 1)
-    mla_prefill_kernel[(min(num_tiles * h, _num_sms(expanded.device)),)](
-        boxes(by_heads(q_nope), 1, ROWS, p),
-        boxes(by_heads(q_pe), 1, ROWS, r),
-        boxes(by_head, 1, KEYS, p),
-        boxes(by_head, 1, KEYS, width - p),
-        boxes(k_pe, KEYS, r),
-        out,
-        lse,
-        tiles,
-        counters,
-        num_tiles,
-        h,
-        group,
-        softmax_scale * LOG2_E,
-        0,
-        num_warps=4,
-        maxnreg=168,
-    )
+    with launching(out.device):
+        mla_prefill_kernel[(min(num_tiles * h, _num_sms(expanded.device)),)](
+            boxes(by_heads(q_nope), 1, ROWS, p),
+            boxes(by_heads(q_pe), 1, ROWS, r),
+            boxes(by_head, 1, KEYS, p),
+            boxes(by_head, 1, KEYS, width - p),
+            boxes(k_pe, KEYS, r),
+            out,
+            lse,
+            tiles,
+            counters,
+            num_tiles,
+            h,
+            group,
+            softmax_scale * LOG2_E,
+            0,
+            num_warps=4,
+            maxnreg=168,
+        )
 
 
 def _group(num_heads: int, head_bytes: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mla_ref.absorbed import expand_output, fold_query
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, missing
 from mla_ref.case import Case
 from mla_ref.chunk_plan import packed
 from mla_ref.chunked import chunked_by
@@ -109,7 +109,7 @@ def _implementation(name: str, path: AttentionPath, config: MLAConfig, device: s
     backend = find_backend(spec)
     if backend.problem not in ("attention", "latent_attention"):
         raise ValueError(f"path: {spec} solves {backend.problem}, not attention or latent_attention")
-    if reason := backend.requires(device):
+    if reason := missing(backend, device):
         raise ValueError(f"path: {spec} cannot run on {device}: {reason}")
     case = Case(
         problem=backend.problem,

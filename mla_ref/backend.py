@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from mla_ref.case import Case
 from mla_ref.numerics import Numerics
 from mla_ref.scan import scan
@@ -36,7 +38,7 @@ class Backend:
     name: "package.module", unique; how the judge finds it and how it is printed.
     fn: called with the fields of the problem's inputs, in their order.
     numerics: the rounding that it declares; a lie here fails.
-    requires: device type -> what is missing there, or None.
+    requires: device type -> what is missing there, or None. Asked by ``missing``, on the GPU that is meant.
     supports: case -> why it is outside the contract, or None.
     variants: further callables with the same signature (split counts, tiles, workspaces). Each is judged.
     prepare: for timing: given the problem's inputs, plans what depends on lengths alone and converts what an
@@ -51,6 +53,18 @@ class Backend:
     supports: Callable[[Case], str | None] = supports_all
     variants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     prepare: Callable[[Any], Prepared] | None = None
+
+
+def missing(backend: Backend, device: str | torch.device) -> str | None:
+    """What a backend misses on a device, or None.
+
+    ``requires`` is told a type and asks torch.cuda about the current GPU, which is the one meant, meanwhile.
+    """
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is not None and where.index < torch.cuda.device_count():
+        with torch.cuda.device(where):
+            return backend.requires(where.type)
+    return backend.requires(where.type)
 
 
 def backends_in(package: str) -> dict[str, Backend]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mla_ref.backend import missing
 from mla_ref.formats import cache_format, formats
 from mla_ref.presets import PRESETS
 from mla_ref.presets import preset as find_preset
@@ -134,7 +135,7 @@ def list_command(
         console.print(table)
         if name == "backends":
             for backend in backends().values():
-                if reason := backend.requires(torch.device(device).type):
+                if reason := missing(backend, device):
                     write(console, f"unavailable on {device}: {backend.name}: {reason}")
 
 

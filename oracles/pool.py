@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, missing
 from mla_ref.case import Case
 from mla_ref.problem import problems
 from oracles.matrix import Job, load, trials
@@ -326,5 +326,5 @@ def _described(spec: str, device: str) -> Described:
     """Asked here. A backend that raises when it is asked what it requires will do so when it is judged."""
     backend, unavailable = load(spec), None
     with contextlib.suppress(Exception, SystemExit):
-        unavailable = backend.requires(torch.device(device).type)
+        unavailable = missing(backend, device)
     return Described(backend.problem, unavailable, "" if _of_the_house(spec) else digest_of(spec))

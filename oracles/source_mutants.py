@@ -21,8 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
-
+from mla_ref.backend import missing
 from mla_ref.case import Case
 from oracles.mutants import CONFIG, LATENT, Mutant
 from oracles.verify import find_backend
@@ -345,7 +344,7 @@ def _in_place_of(name: str, module: ModuleType) -> Iterator[None]:
 
 def why_not(device: str = "cpu") -> str | None:
     """Why edited kernels cannot run on a device, or None."""
-    return find_backend(LAUNCHERS[DECODE]).requires(torch.device(device).type)
+    return missing(find_backend(LAUNCHERS[DECODE]), device)
 
 
 def source_mutants() -> list[Mutant]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mla_ref.backend import Backend, backends_in
+from mla_ref.backend import Backend, backends_in, missing
 from mla_ref.case import Case
 from mla_ref.problem import Problem, problem
 from oracles.bounds import ADMISSIBLE, Admissible
@@ -120,7 +120,7 @@ def judgements(
     wanted = oracles_for(contract, oracles)
     variants = {DEFAULT: backend.fn, **backend.variants}
     try:
-        status, reason = UNAVAILABLE, backend.requires(torch.device(device).type)
+        status, reason = UNAVAILABLE, missing(backend, device)
         if reason is None:
             status, reason = UNSUPPORTED, contract.why_not(case) or backend.supports(case)
     except (Exception, SystemExit) as error:

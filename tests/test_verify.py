@@ -1,13 +1,14 @@
 """What the judge says when nothing ran, when something broke, and what it shares between variants."""
 
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, missing
 from mla_ref.numerics import Numerics
 from mla_ref.problem import AttentionOutput, problem
 from oracles import bounds, verify
@@ -31,6 +32,25 @@ def test_backends_are_those_of_the_packages_by_their_own_names():
     assert set(backends()) >= {"mla_ref.latent", "mla_ref.naive"}
     assert {name.split(".")[0] for name in backends()} <= set(BACKEND_PACKAGES)
     assert find_backend("mla_ref.latent") is backends()["mla_ref.latent"]
+
+
+def test_a_backend_is_asked_on_the_gpu_that_is_meant(monkeypatch):
+    gpus, current = [(9, 0), (8, 0)], [0]
+
+    @contextmanager
+    def on(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    asked = backend(right, requires=lambda device: f"{device}: {gpus[current[0]]}")
+    assert missing(asked, "cuda:1") == "cuda: (8, 0)"
+    assert missing(asked, torch.device("cuda", 0)) == missing(asked, "cuda") == "cuda: (9, 0)"
+    assert missing(asked, "cuda:2") == "cuda: (9, 0)"
+    assert missing(asked, "cpu") == "cpu: (9, 0)"
+    assert {verdict.detail for verdict in judge(asked, CASE, device="cuda:1")} == {"cuda: (8, 0)"}
 
 
 def test_a_strangers_backend_is_found_by_module_and_attribute(monkeypatch):

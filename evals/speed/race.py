@@ -33,7 +33,7 @@ from evals.speed.cases import label
 from evals.speed.inputs import filled, inputs_of
 from evals.speed.verdicts import Judged, jury
 from evals.speed.work import work
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, missing
 from mla_ref.case import Case
 from mla_ref.problem import problem
 from oracles.matrix import load
@@ -300,7 +300,7 @@ def _fitting(what: str, make: Callable[..., Any], *of: Any) -> Any:
 def _admitted(backend: Backend, case: Case, device: torch.device) -> tuple[str, str]:
     """("pass", "") or the status and the reason for which a backend does not take part."""
     try:
-        if reason := backend.requires(device.type):
+        if reason := missing(backend, device):
             return UNAVAILABLE, reason
         reason = problem(case.problem).why_not(case) or backend.supports(case)
         return (UNSUPPORTED, reason) if reason else (PASS, "")

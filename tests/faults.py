@@ -158,10 +158,14 @@ def forge(argument, say):
 
 
 def fork_back(argument, say):
-    """The child returns into the judge's loop, as if it were the worker."""
+    """The child returns into the judge's loop, as if it were the worker, and before the worker does."""
     say(STEP, {})
-    os.fork()
-    say(ITEM, argument)
+    me = os.getpid()
+    if child := os.fork():
+        deadline = time.monotonic() + 2.0
+        while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(0.005)
+    say(ITEM, [argument, me])
 
 
 def leave_children(argument, say):

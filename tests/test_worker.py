@@ -151,8 +151,9 @@ def test_a_worker_that_hangs_up_is_replaced(monkeypatch):
 
 def test_a_forked_copy_of_a_worker_says_nothing():
     forked, after = outcomes([("fork_back", "once"), ("echo", 1)])
-    assert said(forked) == ["once"]
-    assert after.end == DONE
+    [[argument, pid]] = said(forked)
+    assert argument == "once"
+    assert (after.end, said(after)) == (DONE, [[1, pid]]), "another process answers in its place"
 
 
 def test_memory_of_a_worker_and_its_children_is_watched_where_it_is_not_refused():

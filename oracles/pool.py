@@ -20,6 +20,7 @@ import torch
 from mla_ref.backend import Backend, missing
 from mla_ref.case import Case
 from mla_ref.problem import problems
+from oracles import kernel_keys
 from oracles.matrix import Job, load, trials
 from oracles.oracle import rules
 from oracles.sources import digest_of
@@ -259,6 +260,7 @@ def ready(argument: Mapping[str, Any], say: Say) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_per_process_memory_fraction(argument["gpu_share"], index)
         why_lost(argument["device"])
+        kernel_keys.settle()
     rules()
     problems()
 

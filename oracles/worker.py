@@ -208,6 +208,7 @@ class Pool:
         self._refused = limits.memory if refuse and sys.platform == "linux" else None
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, _Worker] = {}
+        self._undying: list[subprocess.Popen[bytes]] = []
         self._again: list[Task] = []
         self._failed_starts = 0
         self._scanned = self._looked = time.monotonic()
@@ -339,7 +340,7 @@ class Pool:
             self._started(slot, worker, end, why)
             return None
         if end != DONE or _sizes(str(worker.process.pid))[1] > (self._limits.memory or sys.maxsize) / 2:
-            self._end(slot)
+            why += self._end(slot)
         worker.task = None
         if task is None:
             return None
@@ -362,8 +363,8 @@ class Pool:
         if worker.task is not None:
             self._give(slot, worker.task, worker.again)
 
-    def _end(self, slot: int) -> None:
-        """Kill a worker with all that it started."""
+    def _end(self, slot: int) -> str:
+        """Kill a worker with all that it started. What is to be added to why, should it not die of that."""
         worker = self._workers.pop(slot)
         assert worker.process.stdout is not None
         for file in (worker.link, worker.process.stdout):
@@ -371,8 +372,13 @@ class Pool:
                 self._selector.unregister(file)
         worker.link.close()
         _kill_all(worker.process.pid, worker.cookie, self._owners)
-        worker.process.wait()
         worker.process.stdout.close()
+        try:
+            worker.process.wait(DYING)
+        except subprocess.TimeoutExpired:  # in the kernel, which waits for a device or a disk
+            self._undying.append(worker.process)
+            return f"; process {worker.process.pid} does not die when it is killed"
+        return ""
 
 
 def _receive(worker: _Worker) -> bool:

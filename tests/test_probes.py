@@ -1,6 +1,8 @@
 """Rules without a truth: no alarm on right kernels, exact payloads, edits that keep their promises."""
 
+import mmap
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -38,7 +40,7 @@ from oracles.probes import (
     whole,
 )
 from oracles.rules.guard_bands import BAND, guarded
-from oracles.rules.index_range import FAR, _memory
+from oracles.rules.index_range import FAR
 from oracles.rules.needle import candidates
 from oracles.verdict import FAIL, PASS, UNSUPPORTED
 from oracles.verify import backends, judge
@@ -158,17 +160,23 @@ def test_pages_really_are_out_of_reach_of_32_bits():
 
 
 def test_what_there_is_no_memory_for_is_told(monkeypatch):
-    def memory(size, device, made=[]):  # noqa: B006 (one list for all calls)
-        made.append(size)
-        if len(made) > 1:
-            raise torch.OutOfMemoryError("planted\nmore")
-        return _memory(size, device)
+    mapped = mmap.mmap
 
-    monkeypatch.setattr("oracles.rules.index_range._memory", memory)
+    def refused(*args, made=[], **flags):  # noqa: B006 (one list for all calls)
+        made.append(args)
+        if len(made) > 1:
+            raise OSError(12, "Cannot allocate memory")
+        return mapped(*args, **flags)
+
+    monkeypatch.setattr("oracles.rules.index_range.mmap.mmap", refused)
     (verdict,) = judge(LATENT_BACKEND, LATENT, oracles=["index_range"])
     assert verdict.status == PASS
     assert verdict.num_checked
-    assert verdict.detail == "no memory for rows this far apart: planted"
+    assert re.fullmatch(
+        r"not judged with rows this far apart: that takes \d+\.\d GiB in one piece, "
+        r"more than this process may have on cpu",
+        verdict.detail,
+    )
 
 
 def test_a_right_call_that_takes_the_whole_pool_is_not_blamed_and_does_not_fill_the_machine():
@@ -178,7 +186,7 @@ def test_a_right_call_that_takes_the_whole_pool_is_not_blamed_and_does_not_fill_
 
     (verdict,) = judge(Backend("wasteful", "latent_attention", fn), LATENT, oracles=["index_range"])
     assert verdict.status == PASS
-    assert verdict.detail.startswith("no memory for a call with pages this far apart: ")
+    assert verdict.detail.startswith("not judged with pages this far apart: no memory in the call: ")
     assert verdict.num_checked  # rows are far apart without a large pool
 
 

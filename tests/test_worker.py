@@ -225,6 +225,24 @@ def test_processes_that_the_system_refuses_are_an_error_with_its_message(monkeyp
         outcomes([("echo", 1)])
 
 
+def test_a_process_that_cannot_be_killed_is_left_behind_and_told(monkeypatch):
+    """As one that waits in the kernel for a GPU which does not answer."""
+    monkeypatch.setattr("oracles.worker._kill_all", lambda *_: None)
+    monkeypatch.setattr("oracles.worker.DYING", 0.1)
+    left = [Task("faults:hang"), Task("faults:echo", 7)]
+    pool = Pool(1, LIMITS._replace(seconds=0.3), READY)
+    try:
+        with pool:
+            hung, next_one = filter(None, pool.outcomes(lambda _: left.pop(0) if left else None))
+        assert hung.end == TIMED_OUT
+        assert hung.why.endswith(f"; process {pool._undying[0].pid} does not die when it is killed")
+        assert said(next_one)[0][0] == 7
+    finally:
+        for process in pool._undying:
+            process.kill()
+            process.wait()
+
+
 def test_workers_die_with_their_parent(tmp_path):
     """Killed in whatever way, in the middle of a hang."""
     code = (

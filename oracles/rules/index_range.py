@@ -50,8 +50,8 @@ def check(trial: Trial) -> Finding:
         private = private_copy(trial.inputs)
         try:
             moved = move(private)
-        except (OSError, torch.OutOfMemoryError) as error:
-            findings.append(nothing(f"no memory for {what} this far apart: {str(error).splitlines()[0]}"))
+        except MemoryError as error:
+            findings.append(nothing(f"not judged with {what} this far apart: {error}"))
             continue
         if moved is None:
             continue
@@ -61,7 +61,7 @@ def check(trial: Trial) -> Finding:
         except Raised as error:
             if not ran_out(error.__cause__):
                 raise
-            findings.append(nothing(f"no memory for a call with {what} this far apart: {error}"))
+            findings.append(nothing(f"not judged with {what} this far apart: no memory in the call: {error}"))
             continue
         finding = _as_before(trial, output, moved, what)
         if not finding.ok:
@@ -160,14 +160,15 @@ def _far_rows(inputs: Any) -> Any:
 
 
 def _memory(size: int, device: torch.device) -> torch.Tensor:
-    """Bytes that nobody has touched yet.
-
-    Raises: OSError or torch.OutOfMemoryError where there are not as many.
-    """
-    if device.type != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
+    """Bytes that nobody has touched yet. Raises: MemoryError that says how many, if there are less."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+    try:
+        if device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+    except (OSError, torch.OutOfMemoryError):
+        more = f"{size / 2**30:.1f} GiB in one piece, more than this process may have on {device}"
+        raise MemoryError(f"that takes {more}") from None
 
 
 ORACLE = Oracle(

@@ -13,6 +13,7 @@ import importlib
 
 import torch
 
+from mla_fast._expanded_keys import packed
 from mla_fast.flash_attn_3 import CONTIGUOUS, NUMERICS, installed, requires
 from mla_fast.flash_attn_3_paged import UNEQUAL
 from mla_ref.backend import Backend
@@ -21,7 +22,6 @@ from mla_ref.formats import CacheFormat
 from mla_ref.numerics import INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
 from mla_ref.problems.attention import PROBLEM
-from mla_ref.rows import compute_dtype, keys, requests
 
 
 def supports(case: Case) -> str | None:
@@ -58,22 +58,17 @@ def flash_attn_3_varlen(
     Error: dequantised and expanded keys and values in the query's type; inside, as ``mla_fast.flash_attn_3``.
     Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py.
     """
-    dtype, wide = q_nope.dtype, compute_dtype(q_nope)
-    dims = w_uk.shape[-1], q_pe.shape[-1]
-    batch = list(requests(block_table, cu_seqlens_q, cache_seqlens))
-    parts = [keys(kv_cache, one, 0, one.kv_len, dims, cache_format, kv_scale, dtype) for one in batch]
-    kv_c, k_pe = (torch.cat(part) for part in zip(*parts, strict=True))
-    k_nope = torch.einsum("hpc,jc->jhp", w_uk.to(wide), kv_c.to(wide)).to(dtype)
-    value = torch.einsum("hvc,jc->jhv", w_uv.to(wide), kv_c.to(wide)).to(dtype)
-    key = torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], dim=-1)
+    query, key, value, cu_seqlens_k, max_seqlen_k = packed(
+        q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, cache_seqlens, w_uk, w_uv, cache_format, kv_scale
+    )
     out, lse, *_ = importlib.import_module(installed() or CONTIGUOUS).flash_attn_varlen_func(
-        torch.cat([q_nope, q_pe], dim=-1),
+        query,
         key,
         value,
         cu_seqlens_q,
-        torch.nn.functional.pad(cache_seqlens.cumsum(0), (1, 0)).to(torch.int32),
+        cu_seqlens_k,
         max_seqlen_q,
-        max((one.kv_len for one in batch), default=0),
+        max_seqlen_k,
         softmax_scale=softmax_scale,
         causal=True,
         return_attn_probs=True,

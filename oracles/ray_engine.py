@@ -1,8 +1,9 @@
 """A Ray cluster as an engine: every slot is an actor, anywhere, that judges in a worker of its own.
 
 Tasks and outcomes are those of ``worker.Pool``, as text. An actor that dies, of its node, say, is made again
-where there is room, and its task given once more to whoever is free; dying twice is the task's outcome. The
-code has to be on every node, under the same path or installed.
+where there is room, and its task given once more to whoever is free; dying twice is the task's outcome. What
+an actor raises is no fault of the task's: workers do not start where it is, and the task is given to another.
+The code has to be on every node, under the same path or installed.
 """
 
 import json
@@ -44,8 +45,8 @@ class Judge:
 class RayEngine:
     """``worker.Pool`` on a cluster.
 
-    actors, starting, running: by slot; of what runs, its task, and whether it was given before. again: tasks
-    to be given once more.
+    actors, starting, running: by slot; of what runs, its task, and whether an actor died of it before. again:
+    tasks to be given once more, likewise. failures: of actors, since one was last of use.
     """
 
     ray: Any
@@ -55,11 +56,11 @@ class RayEngine:
     actors: dict[int, Any] = field(default_factory=dict)
     starting: dict[int, Any] = field(default_factory=dict)
     running: dict[int, tuple[Any, Task, bool]] = field(default_factory=dict)
-    again: list[Task] = field(default_factory=list)
-    failed_starts: int = 0
+    again: list[tuple[Task, bool]] = field(default_factory=list)
+    failures: int = 0
 
     def outcomes(self, source: Callable[[int], Task | None]) -> Iterator[Outcome | None]:
-        """As ``Pool.outcomes``. Raises: WorkersError if no actor starts."""
+        """As ``Pool.outcomes``. Raises: WorkersError if no actor starts, or no worker in one."""
         alive = time.monotonic()
         while True:
             for slot in range(self.size):
@@ -83,12 +84,11 @@ class RayEngine:
         self.starting[slot] = self.actors[slot].ready.remote()
 
     def _give(self, slot: int, source: Callable[[int], Task | None]) -> bool:
-        again = bool(self.again)
-        task = self.again.pop() if again else source(slot)
+        task, died = self.again.pop() if self.again else (source(slot), False)
         if task is None:
             return False
         reference = self.actors[slot].run.remote(task.handler, json.dumps(task.argument))
-        self.running[slot] = reference, task, again
+        self.running[slot] = reference, task, died
         return True
 
     def _ended(self) -> list[Outcome]:
@@ -98,28 +98,32 @@ class RayEngine:
             reference = self.starting.pop(slot)
             try:
                 self.ray.get(reference)
-                self.failed_starts = 0
             except self.ray.exceptions.RayError as error:
-                self._lost(slot, error)
+                self._failed(slot, error)
         found = []
         for slot in [slot for slot, (reference, _, _) in self.running.items() if reference in ready]:
-            reference, task, again = self.running.pop(slot)
+            reference, task, died = self.running.pop(slot)
             try:
                 messages, end, why = json.loads(self.ray.get(reference))
                 found.append(Outcome(task, [(kind, body) for kind, body in messages], end, why))
+                self.failures = 0
+            except self.ray.exceptions.RayTaskError as error:
+                self.again.append((task, died))
+                self._failed(slot, error.cause)
             except self.ray.exceptions.RayError as error:
                 del self.actors[slot]
-                if again:
+                if died:
                     found.append(Outcome(task, [], CRASHED, f"its Ray actor died twice: {one_line(error)}"))
                 else:
-                    self.again.append(task)
+                    self.again.append((task, True))
         return found
 
-    def _lost(self, slot: int, error: Exception) -> None:
+    def _failed(self, slot: int, error: Exception) -> None:
+        """Make the actor anew. Raises: WorkersError if none has been of use for long."""
         del self.actors[slot]
-        self.failed_starts += 1
-        if self.failed_starts >= MAX_STARTS * self.size:
-            raise WorkersError(f"Ray actors do not start: {one_line(error)}")
+        self.failures += 1
+        if self.failures >= MAX_STARTS * self.size:
+            raise WorkersError(f"Ray actors do not work: {one_line(error)}")
 
 
 @contextmanager

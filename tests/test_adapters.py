@@ -115,6 +115,33 @@ def flash_attn_module(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     return request.param
 
 
+def stand_in_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_attn_probs
+):  # fmt: skip
+    """Everything packed, lse [h t]; +inf instead of -inf where there is no key at all."""
+    assert causal
+    assert return_attn_probs
+    starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert (max_seqlen_q, max_seqlen_k) == (max(cu_seqlens_q.diff()), max(cu_seqlens_k.diff()))
+    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), torch.empty(q.shape[1], len(q), dtype=torch.float32)
+    for i in range(len(starts) - 1):
+        rows, row_keys = slice(*starts[i : i + 2]), slice(*key_starts[i : i + 2])
+        for h in range(q.shape[1]):
+            empty = -torch.inf if len(k) else torch.inf
+            query = q[rows, h : h + 1]
+            out[rows, h : h + 1], lse[h : h + 1, rows] = attend(
+                query, k[row_keys, h], v[row_keys, h], softmax_scale, empty
+            )
+    return out, lse
+
+
+def test_flash_attn_3_varlen(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    install(monkeypatch, flash_attn_3.CONTIGUOUS, flash_attn_varlen_func=stand_in_varlen)
+    for lens in ({}, {"q_lens": (1, 0, 3), "kv_lens": (130, 64, 2)}, {"kv_lens": (0, 0, 0)}):
+        case = replace(EXPANDED, seed=seed, **lens)
+        assert verdicts(flash_attn_3_varlen.BACKEND, case) == {}
+
+
 def verdicts(backend: Backend, case: Case, oracles: tuple[str, ...] = ORACLES) -> dict[str, str]:
     """Problems of a backend that claims to be available: "variant oracle" -> what was found."""
     judged = judge(replace(backend, requires=available), case, oracles=oracles)

@@ -1,7 +1,9 @@
 """The Ray engine on a cluster of two nodes: the same numbers, the same verdicts, also when a node is lost."""
 
+import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from test_campaign import cases_of, counts, plan_of, run
@@ -10,8 +12,9 @@ ray = pytest.importorskip("ray", reason="needs ray, which is an extra")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
+from oracles.exits import WorkersError  # noqa: E402
 from oracles.ray_engine import RayEngine  # noqa: E402
-from oracles.worker import Limits, Task  # noqa: E402
+from oracles.worker import DONE, Limits, Task  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,6 +72,43 @@ def test_a_task_whose_actor_dies_twice_is_told(cluster, monkeypatch):
     [outcome] = [outcome for outcome in found if outcome is not None]
     assert outcome.end == "crashed"
     assert outcome.why.startswith("its Ray actor died twice: ")
+
+
+def test_an_actor_without_workers_is_no_crash_of_the_task(cluster, monkeypatch, tmp_path):
+    tasks = [Task("x:y", str(tmp_path))]
+    monkeypatch.setattr("oracles.ray_engine.Judge", TwiceWithoutWorkers)
+    found = engine().outcomes(lambda _: tasks.pop() if tasks else None)
+    [outcome] = [outcome for outcome in found if outcome is not None]
+    assert (outcome.end, outcome.why) == (DONE, "")
+
+
+def test_a_cluster_without_workers_is_an_error_with_its_message(cluster, monkeypatch):
+    tasks = [Task("x:y")]
+    monkeypatch.setattr("oracles.ray_engine.Judge", NeverWithWorkers)
+    with pytest.raises(WorkersError, match="Ray actors do not work: workers do not start: no such library"):
+        list(engine().outcomes(lambda _: tasks.pop() if tasks else None))
+
+
+class TwiceWithoutWorkers:
+    """Actors of which the first two that are given a task cannot start their workers."""
+
+    def __init__(self, device, limits):
+        pass
+
+    def ready(self):
+        return None
+
+    def run(self, handler, argument):
+        failed = Path(json.loads(argument))
+        if len(list(failed.iterdir())) == 2:
+            return json.dumps([[], DONE, ""])
+        (failed / str(os.getpid())).touch()
+        raise WorkersError("workers do not start: no such library")
+
+
+class NeverWithWorkers(TwiceWithoutWorkers):
+    def run(self, handler, argument):
+        raise WorkersError("workers do not start: no such library")
 
 
 class Dying:

@@ -1,0 +1,53 @@
+"""Keys and values of a whole batch, expanded from the latent and packed: what varlen attention takes."""
+
+from typing import NamedTuple
+
+import torch
+
+from mla_ref.formats import CacheFormat
+from mla_ref.rows import compute_dtype, keys, requests
+
+
+class Packed(NamedTuple):
+    """query [t h x], key [j h x] and value [j h v] of all requests, one behind the other.
+
+    cu_seqlens_k: int32, [b + 1]. max_seqlen_k: the keys of the longest request.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_k: int
+
+
+def packed(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    cache_format: CacheFormat,
+    kv_scale: torch.Tensor,
+) -> Packed:
+    """Each request's latent gathered, dequantised and expanded; lengths are read back for it.
+
+    Error: dequantised and expanded keys and values are rounded to the query's type, sums are float32.
+    """
+    dtype, wide = q_nope.dtype, compute_dtype(q_nope)
+    dims = w_uk.shape[-1], q_pe.shape[-1]
+    batch = list(requests(block_table, cu_seqlens_q, cache_seqlens))
+    parts = [keys(kv_cache, one, 0, one.kv_len, dims, cache_format, kv_scale, dtype) for one in batch]
+    kv_c, k_pe = (torch.cat(part) for part in zip(*parts, strict=True))
+    k_nope = torch.einsum("hpc,jc->jhp", w_uk.to(wide), kv_c.to(wide)).to(dtype)
+    value = torch.einsum("hvc,jc->jhv", w_uv.to(wide), kv_c.to(wide)).to(dtype)
+    return Packed(
+        torch.cat([q_nope, q_pe], dim=-1),
+        torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], dim=-1),
+        value,
+        torch.nn.functional.pad(cache_seqlens.cumsum(0), (1, 0)).to(torch.int32),
+        max((one.kv_len for one in batch), default=0),
+    )

@@ -2,7 +2,8 @@
 
 Of B backends, number n is case n // B of backend n % B: it follows from the seed alone, whoever judges it
 and when. Workers draw cases, too, those of a backend by one of them a few at a time, since a case may follow
-from those before it. A kind of failure that is new is made small at once, in a worker as well.
+from those before it. Cases that are alike go to one worker, which has their kernels loaded. A kind of failure
+that is new is made small at once, in a worker as well.
 """
 
 import itertools
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
     """What decides every case of a campaign, and how it is judged.
 
     problems: what each backend implements, in the order in which numbers are dealt. oracles: of each problem.
-    num_cases: numbers are below it; None: there is no end. judge_on: as in ``Job``.
+    num_cases: numbers are below it; None: there is no end. judge_on: as in ``Job``. alike: as in ``draw``.
     """
 
     problems: Mapping[str, str]
@@ -67,10 +68,15 @@ class Plan(NamedTuple):
     limits: Limits
     num_cases: int | None = None
     judge_on: str | None = None
+    alike: int = 1
 
     def backend(self, number: int) -> str:
         """The one that number ``number`` belongs to."""
         return list(self.problems)[number % len(self.problems)]
+
+    def run(self, number: int) -> int:
+        """Which of its backend's runs of cases that are alike a number belongs to."""
+        return number // len(self.problems) // self.alike
 
     def job(self, number: int, case: Case) -> Job:
         """A backend's own function or a variant, with the oracles whose turn it is."""
@@ -111,6 +117,7 @@ def _task_of(work: _Work, plan: Plan, key: int) -> Task:
         "seed": plan.seed,
         "indices": [number // len(plan.problems) for number in work.numbers],
         "backend": None if work.careless else spec,
+        "alike": plan.alike,
     }
     return Task("oracles.campaign:drawn", argument, key)
 
@@ -140,13 +147,17 @@ class _Backend:
 
 @dataclass
 class _Deck:
-    """Which numbers are dealt. first: what goes before; backends: in the order of the plan."""
+    """Which numbers are dealt. first: what goes before; backends: in the order of the plan.
+
+    hands: the rest of each slot's run of cases that are alike.
+    """
 
     plan: Plan
     size: int
     done: frozenset[int]
     first: deque[_Work] = field(default_factory=deque)
     backends: list[_Backend] = field(default_factory=list)
+    hands: dict[int, deque[_Judging]] = field(default_factory=dict)
 
     def next(self, slot: int, over: bool) -> _Work | None:
         """What a free slot is to do. When it is over, numbers that were begun are ended, and no more."""
@@ -157,14 +168,38 @@ class _Deck:
         if over:
             return None
         own = [at for at in range(len(self.backends)) if at % self.size == slot]
-        if (drawing := self._draw(own, AHEAD * self.size)) is not None:
+        runs = -(-self.size // max(len(self.backends), 1))
+        if (drawing := self._draw(own, max(AHEAD * self.size, runs * self.plan.alike))) is not None:
             return drawing
+        if not self.hands.get(slot):
+            self.hands[slot] = self._run()
+        if not self.hands[slot]:
+            if (drawing := self._draw(range(len(self.backends)), 1)) is not None:
+                return drawing
+            if not any(backend.drawing for backend in self.backends):
+                self.hands[slot] = self._half()
+        return self.hands[slot].popleft() if self.hands[slot] else None
+
+    def _run(self) -> deque[_Judging]:
+        """What waits of one run, of the backend of which the fewest cases were dealt."""
         waiting = [backend for backend in self.backends if backend.ready]
-        if waiting:
-            backend = min(waiting, key=lambda backend: backend.dealt)
-            backend.dealt += 1
-            return backend.ready.popleft()
-        return self._draw(range(len(self.backends)), 1)
+        if not waiting:
+            return deque()
+        backend = min(waiting, key=lambda backend: backend.dealt)
+        run, hand = self.plan.run(backend.ready[0].number), deque[_Judging]()
+        while backend.ready and self.plan.run(backend.ready[0].number) == run:
+            hand.append(backend.ready.popleft())
+        backend.dealt += len(hand)
+        return hand
+
+    def _half(self) -> deque[_Judging]:
+        """The later half of the longest hand, or nothing: at the end some have none of their own."""
+        longest = max(self.hands.values(), key=len)
+        kept = len(longest) // 2
+        half = deque(itertools.islice(longest, kept, None))
+        while len(longest) > kept:
+            longest.pop()
+        return half
 
     def _draw(self, candidates: Sequence[int], enough: int) -> _Drawing | None:
         """The next numbers of a backend for which fewer cases wait than are enough, and nobody draws.
@@ -175,12 +210,13 @@ class _Deck:
         for at in sorted(candidates, key=lambda at: len(self.backends[at].ready)):
             backend = self.backends[at]
             while len(backend.ready) < enough and not backend.drawing and not backend.over:
-                indices = range(backend.next, backend.next + DRAWN)
-                backend.next += DRAWN
+                drawn = -(-DRAWN // self.plan.alike) * self.plan.alike  # whole runs
+                indices = range(backend.next, backend.next + drawn)
+                backend.next += drawn
                 numbers = [index * of + at for index in indices]
                 if self.plan.num_cases is not None:
                     numbers = [number for number in numbers if number < self.plan.num_cases]
-                    backend.over = len(numbers) < DRAWN
+                    backend.over = len(numbers) < drawn
                 todo = tuple(number for number in numbers if number not in self.done)
                 if todo:
                     backend.drawing = True
@@ -300,7 +336,7 @@ def drawn(argument: Mapping[str, Any], say: Say) -> None:
     say(STEP, DRAWING)
     for index in argument["indices"]:
         try:
-            case = draw(argument["problem"], argument["seed"], index, supports)
+            case = draw(argument["problem"], argument["seed"], index, supports, argument.get("alike", 1))
         except NothingFound as error:
             say(ITEM, str(error))
             return

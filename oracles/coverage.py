@@ -3,6 +3,9 @@
 ``draw(problem, seed, index)`` is a function of its arguments alone, and of the version of this project. Cases
 come in blocks; within one, each case takes the values that make the most pairs that no earlier one of the
 block has had. One case in ``LARGE_EVERY`` may be ``LARGE`` times as much work as the others.
+
+Where every case has a kernel compiled for it, cases may come in runs: the first is the one that is due, and
+the others are like it in all that a kernel is compiled for, and else random.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +30,23 @@ LARGE_EVERY, LARGE = 32, 16
 
 ANY_SIZE = 2**62
 
+# What kernels are compiled for: widths, strides, types. Lengths, pages and values are looked at as they run.
+COMPILED = (
+    "model c/p/r/v",
+    "heads",
+    "key/value heads",
+    "axes of the pool",
+    "block",
+    "memory",
+    "dtype",
+    "format",
+    "projections",
+    "layers",
+)
+
+# Tries to find a case that is like another, before it is that other with new values.
+LIKE = 10
+
 # Tries to find a first case that a backend supports.
 SEARCH = 5000
 
@@ -41,21 +61,44 @@ class NothingFound(ValueError):
     """A backend takes none of the cases that were tried."""
 
 
-def draw(problem: str, seed: int, index: int, supports: Supports | None = None) -> Case:
+def draw(problem: str, seed: int, index: int, supports: Supports | None = None, alike: int = 1) -> Case:
     """Case ``index`` of the endless sequence that belongs to ``seed``.
 
-    supports: a backend's; only cases that it takes are drawn.
+    supports: a backend's; only cases that it takes are drawn. alike: so many in a row share what is
+    ``COMPILED``; the sequence of their first ones is that of cases that do not.
 
     Raises: NothingFound if there is no case that it takes.
     """
-    large = index % LARGE_EVERY == LARGE_EVERY - 1
-    number = index // LARGE_EVERY if large else index - index // LARGE_EVERY
+    run, turn = divmod(index, alike)
+    large = run % LARGE_EVERY == LARGE_EVERY - 1
+    number = run // LARGE_EVERY if large else run - run // LARGE_EVERY
     space = _space(problem, supports, ELEMENTS * (LARGE if large else 1))
     block, row = divmod(number, BLOCK)
     begun, more = _begun(space, f"{seed}/{large}/{block}")
     while len(begun) <= row:
         begun.append(next(more))
-    return begun[row]
+    return begun[row] if turn == 0 else _like(begun[row], seed, index, supports)
+
+
+def _like(first: Case, seed: int, index: int, supports: Supports | None) -> Case:
+    """A case that differs from the first of its run in what is not ``COMPILED``."""
+    large = index % LARGE_EVERY == LARGE_EVERY - 1
+    space = _space(first.problem, supports, ELEMENTS * (LARGE if large else 1))
+    stream, same = Random(f"{seed}/{index}/alike"), dimensions(first)
+    for _ in range(LIKE):
+        values = [
+            DIMENSIONS[name].values.index(same[name])
+            if name in COMPILED
+            else pick(stream, DIMENSIONS[name].values)
+            for name in space.names
+        ]
+        case = _attempt(space, values, stream)
+        if case is None:
+            continue
+        case = replace(case, num_kv_heads=first.num_kv_heads)
+        if elements(case) <= space.limit and _taken(space, case):
+            return case
+    return replace(first, seed=pick(stream, range(2**31)))
 
 
 class _Space(NamedTuple):

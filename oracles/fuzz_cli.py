@@ -37,6 +37,7 @@ from oracles.worker import Engine, Limits, share_of_memory
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 ENGINES = ("processes", "ray")
 MAX_ON_GPU = 16
+ALIKE_ON_GPU = 64
 LEAST_MEMORY = 64 << 20  # any less, and the judge itself has no room
 MAX_FAILURES, MAX_CODE = 10, 3
 LINE_EVERY, FRAME_EVERY = 10.0, 0.2
@@ -114,6 +115,9 @@ def fuzz(
     out: Annotated[Path | None, typer.Option(help="A run directory: begin it, or go on with it.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="Append what is made small to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Every case follows from it.")] = 0,
+    alike: Annotated[
+        int | None, typer.Option(min=1, help="Cases in a row for which the same is compiled. 1; 64 on a GPU.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")] = "cpu",
     judge_on: JudgeOn = ON_DEVICE,
     timeout: Timeout = "60s",
@@ -126,12 +130,15 @@ def fuzz(
         try:
             use_device(device)
             limit = budget_of(budget)
-            workers = jobs or (cores() if torch.device(device).type == "cpu" else min(cores(), MAX_ON_GPU))
+            on_cpu = torch.device(device).type == "cpu"
+            workers = jobs or (cores() if on_cpu else min(cores(), MAX_ON_GPU))
             limits = Limits(duration(timeout), memory_size(memory) if memory else share_of_memory(workers))
             kept = None if corpus is None else _cases_in(corpus)
             pool = stack.enter_context(_engine(engine, device, limits, workers))
             plan, reasons, sources = _plan(pool, backend, problem, oracle, seed, device, limits, limit.cases)
-            plan = plan._replace(judge_on=judging_on(judge_on))
+            plan = plan._replace(
+                judge_on=judging_on(judge_on), alike=alike or (1 if on_cpu else ALIKE_ON_GPU)
+            )
             tally = Tally({spec: Count() for spec in plan.problems}, reasons=reasons)
             journal, done = None, frozenset[int]()
             if out is not None and plan.problems:
@@ -201,6 +208,7 @@ def _manifest(plan: Plan, sources: dict[str, str], partition: dict[str, object])
         "backends": list(plan.problems),
         "oracles": {name: list(oracles) for name, oracles in plan.oracles.items()},
         "seed": plan.seed,
+        "alike": plan.alike,
         "sources": sources,
     }
     return manifest_of(run, partition, plan.device)

@@ -127,6 +127,57 @@ def test_number_n_is_the_same_case_whoever_judges_it(tmp_path):
     assert cases_of(tmp_path / "one") != {n: draw("rope", 4, n) for n in one}
 
 
+class Dealt(Inline):
+    """Notes which numbers went to which slot, in order; slots take turns."""
+
+    def __init__(self, size, backends):
+        super().__init__(size)
+        self.backends, self.numbers = backends, {slot: [] for slot in range(size)}
+
+    def outcomes(self, source):
+        def noted(slot):
+            task = source(slot)
+            if task is not None and "turn" in task.argument:
+                spec = task.argument["specs"][0]
+                self.numbers[slot].append((spec, task.argument["turn"][0]))
+            return task
+
+        return super().outcomes(noted)
+
+
+@pytest.mark.parametrize(("slots", "num_specs"), [(1, 1), (3, 1), (3, 2), (2, 3)])
+def test_cases_that_are_alike_go_to_one_worker_one_after_the_other(slots, num_specs, tmp_path):
+    specs = ("mla_ref.rope", "mla_ref.merge_states", "mla_ref.cache_gather")[:num_specs]
+    runs, alike = 4, 6
+    plan = plan_of(runs * alike * num_specs, specs)._replace(alike=alike)
+    engine = Dealt(slots, num_specs)
+    run(plan, tmp_path / "run", engine)
+    cases = cases_of(tmp_path / "run")
+    assert sorted(cases) == list(range(runs * alike * num_specs))
+    for number, case in cases.items():
+        supports = campaign_module._supports(specs[number % num_specs])
+        assert case == draw(case.problem, 3, number // num_specs, supports, alike)
+    begun = 0
+    for dealt in engine.numbers.values():
+        neighbours = [a == (b[0], b[1] - 1) and b[1] % alike for a, b in itertools.pairwise(dealt)]
+        begun += len(dealt) - sum(map(bool, neighbours))
+    # Each run is begun once, but at the end, when who has none takes half of what another has left.
+    assert runs * num_specs <= begun <= runs * num_specs + (slots - 1) * alike.bit_length()
+
+
+def test_a_run_of_alike_cases_goes_on_where_it_was_ended(tmp_path):
+    plan = plan_of(40, ("mla_ref.rope", "mla_ref.merge_states"))._replace(alike=8)
+    whole, _ = run(plan, tmp_path / "whole", Inline(3))
+    asked = itertools.count()
+    run(plan, tmp_path / "again", Inline(3), lambda: next(asked) > 20)
+    begun = len(cases_of(tmp_path / "again"))
+    assert 0 < begun < 40
+    tally, _ = run(plan, tmp_path / "again", Inline(2))
+    assert (tally.resumed, tally.total("cases")) == (begun, 40)
+    assert cases_of(tmp_path / "again") == cases_of(tmp_path / "whole")
+    assert counts(tally) == counts(whole)
+
+
 def test_functions_and_claims_take_turns():
     plan = plan_of(None, ("mla_ref.split",))._replace(problems={"mla_ref.split": "attention"})
     plan = plan._replace(
@@ -227,10 +278,10 @@ def told(handler, argument):
 
 
 def test_why_no_case_is_found_is_told_after_those_that_were(monkeypatch):
-    def some(problem, seed, index, supports):
+    def some(problem, seed, index, *rest):
         if index == 2:
             raise campaign_module.NothingFound("rope: none")
-        return draw(problem, seed, index, supports)
+        return draw(problem, seed, index, *rest)
 
     monkeypatch.setattr(campaign_module, "draw", some)
     tally, _ = run(plan_of(None))
@@ -282,7 +333,7 @@ def test_a_defect_of_ours_while_a_case_is_drawn_ends_the_campaign(monkeypatch):
 def test_want_of_memory_while_a_case_is_drawn_is_no_defect_of_ours(monkeypatch):
     """What a backend's supports() keeps may be the cause, so it is drawn again without it."""
 
-    def starved(problem, seed, index, supports):
+    def starved(problem, seed, index, supports, alike):
         if supports is not None:
             raise MemoryError
         return draw(problem, seed, index)

@@ -10,7 +10,7 @@ import torch
 
 from mla_ref.problem import problem, problems
 from oracles import coverage
-from oracles.coverage import BLOCK, ELEMENTS, LARGE, LARGE_EVERY, covered, draw
+from oracles.coverage import BLOCK, COMPILED, ELEMENTS, LARGE, LARGE_EVERY, covered, draw
 from oracles.dimensions import DIMENSIONS, dimensions, elements, make, names_of
 
 PROBLEMS = tuple(problems())
@@ -60,6 +60,32 @@ def test_pairs_are_met_sooner_than_by_chance():
         for a, b in combinations(names_of("latent_attention"), 2)
     )
     assert len(pairs) > 0.9 * every
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_alike_cases_share_what_is_compiled_and_nothing_else(name):
+    free = set(names_of(name)).difference(COMPILED)
+    shared = [dim for dim in names_of(name) if dim in COMPILED]
+    had = dict.fromkeys(free, frozenset())
+    for run in range(4):
+        cases = [draw(name, 7, run * 40 + turn, alike=40) for turn in range(40)]
+        assert cases[0] == draw(name, 7, run)
+        assert len({case.config.num_heads for case in cases}) == len({c.num_kv_heads for c in cases}) == 1
+        assert len({tuple(dimensions(case)[dim] for dim in shared) for case in cases}) == 1
+        assert len(set(cases)) == len(cases)
+        assert all(elements(case) <= ELEMENTS * LARGE for case in cases)
+        had = {dim: values | {dimensions(case)[dim] for case in cases} for dim, values in had.items()}
+    assert all(len(values) > 1 for values in had.values()), had
+
+
+def test_alike_cases_are_ones_that_the_backend_takes():
+    def supports(case):
+        return None if max(case.q_lens, default=0) == 1 and case.num_kv_heads < 4 else "no"
+
+    cases = [draw("paged_attention", 0, i, supports, alike=8) for i in range(64)]
+    assert all(supports(case) is None for case in cases)
+    assert draw("paged_attention", 0, 13, supports, alike=8) == cases[13]
+    assert len({max(case.kv_lens) for case in cases}) > 8
 
 
 def test_only_supported_cases_are_drawn():

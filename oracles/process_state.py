@@ -103,22 +103,42 @@ SETTINGS: dict[str, _Setting] = {
 }
 
 
-def _on_gpus() -> dict[str, _Setting]:
-    """Likewise of a GPU, once there is a context to ask."""
+def _current_gpu() -> int:
+    """The first, as long as nobody has begun to use any."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+
+
+def _gpu_streams() -> tuple[bytes, ...] | None:
+    """Of each GPU, or None as long as nobody has begun to use any: asking would be a beginning."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return {}
-    return {"the current GPU": _Setting(torch.cuda.current_device, torch.cuda.set_device)}
+        return None
+    return tuple(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
+
+
+def _set_gpu_streams(raw: tuple[bytes, ...] | None) -> None:
+    for index, state in enumerate(raw or ()):
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), index)
+
+
+# Likewise of GPUs.
+ON_GPUS: dict[str, _Setting] = {
+    "the current GPU": _Setting(_current_gpu, torch.cuda.set_device),
+    "a GPU's random stream": _Setting(_gpu_streams, _set_gpu_streams),
+}
 
 
 @contextmanager
 def kept(changed: list[str]) -> Iterator[None]:
-    """Every setting is afterwards as it was; what was changed meanwhile is appended, in words."""
-    settings = SETTINGS | _on_gpus()
+    """Every setting is afterwards as it was; what was changed meanwhile is appended, in words.
+
+    What could not be read before, since no GPU was in use, is not compared.
+    """
+    settings = SETTINGS | ON_GPUS
     before = {name: setting.read() for name, setting in settings.items()}
     try:
         yield
     finally:
         for name, setting in settings.items():
-            if (after := setting.read()) != before[name]:
+            if before[name] is not None and (after := setting.read()) != before[name]:
                 setting.write(before[name])
                 changed.append(name if isinstance(after, (bytes, tuple)) else f"{name}: is {after}")

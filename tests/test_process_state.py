@@ -8,7 +8,7 @@ import torch
 from mla_ref.backend import Backend
 from mla_ref.merge_states import BACKEND
 from oracles.mutants import MERGE
-from oracles.process_state import SETTINGS, kept
+from oracles.process_state import ON_GPUS, SETTINGS, kept
 from oracles.verdict import FAIL, PASS
 from oracles.verify import judge
 
@@ -48,6 +48,73 @@ def test_a_change_is_named_and_put_back(name):
         ACTS[name]()
     assert any(line.startswith(name) for line in changed), changed
     assert {other: setting.read() for other, setting in SETTINGS.items()} == before
+
+
+class GPUs:
+    """What torch.cuda tells of GPUs that this machine need not have, before and after somebody uses one."""
+
+    def __init__(self, monkeypatch, in_use):
+        self.in_use, self.current = in_use, 0
+        self.streams = [torch.tensor([n], dtype=torch.uint8) for n in (3, 4)]
+        for name in ("is_initialized", "current_device", "set_device", "get_rng_state_all", "set_rng_state"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setitem(
+            ON_GPUS, "the current GPU", ON_GPUS["the current GPU"]._replace(write=self.set_device)
+        )
+
+    def is_initialized(self):
+        return self.in_use
+
+    def current_device(self):
+        assert self.in_use
+        return self.current
+
+    def set_device(self, index):
+        self.in_use, self.current = True, index
+
+    def get_rng_state_all(self):
+        assert self.in_use
+        return [stream.clone() for stream in self.streams]
+
+    def set_rng_state(self, state, index):
+        self.streams[index] = state.clone()
+
+
+def test_what_a_call_does_to_gpus_is_named_and_put_back(monkeypatch):
+    gpus, changed = GPUs(monkeypatch, in_use=True), []
+    with kept(changed):
+        gpus.set_device(1)
+        gpus.streams[1] += 1
+    assert changed == ["the current GPU: is 1", "a GPU's random stream"]
+    assert (gpus.current, [int(stream) for stream in gpus.streams]) == (0, [3, 4])
+    with kept(changed):
+        gpus.get_rng_state_all()
+    assert len(changed) == 2
+
+
+def test_the_first_use_of_a_gpu_is_seen_where_it_changes_which_is_current(monkeypatch):
+    gpus, changed = GPUs(monkeypatch, in_use=False), []
+    with kept(changed):
+        pass
+    assert not gpus.in_use
+    with kept(changed):
+        gpus.set_device(0)
+    assert changed == []
+    gpus.in_use = False
+    with kept(changed):
+        gpus.set_device(1)
+    assert changed == ["the current GPU: is 1"]
+    assert gpus.current == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_random_number_that_a_call_draws_on_a_gpu_is_seen_and_put_back():
+    torch.cuda.init()
+    before, changed = torch.cuda.get_rng_state_all(), []
+    with kept(changed):
+        torch.rand(3, device="cuda")
+    assert changed == ["a GPU's random stream"]
+    assert all(torch.equal(a, b) for a, b in zip(torch.cuda.get_rng_state_all(), before, strict=True))
 
 
 def test_nothing_is_said_where_nothing_changes():

@@ -119,7 +119,10 @@ def fuzz(
         int | None, typer.Option(min=1, help="Cases in a row for which the same is compiled. 1; 64 on a GPU.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")] = "cpu",
-    judge_on: JudgeOn = ON_DEVICE,
+    judge_on: Annotated[
+        str | None,
+        typer.Option(help="Where inputs are made and outputs judged: device, or cpu, also beside a GPU."),
+    ] = None,
     timeout: Timeout = "60s",
     memory: Memory = "",
     engine: Annotated[str, typer.Option(help=f"Where workers run: {', '.join(ENGINES)}.")] = "processes",
@@ -131,6 +134,7 @@ def fuzz(
             use_device(device)
             limit = budget_of(budget)
             on_cpu = torch.device(device).type == "cpu"
+            judge_on = judge_on or (ON_DEVICE if on_cpu else ON_CPU)
             workers = jobs or (cores() if on_cpu else min(cores(), MAX_ON_GPU))
             limits = Limits(duration(timeout), memory_size(memory) if memory else share_of_memory(workers))
             kept = None if corpus is None else _cases_in(corpus)

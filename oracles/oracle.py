@@ -53,12 +53,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class Oracle:
-    """A claim, the problems that it judges (empty: all of them), and the mutants that it kills."""
+    """A claim, the problems that it judges (empty: all of them), and the mutants that it kills.
+
+    on_device: it is judged where the implementation runs, even if others are not.
+    """
 
     name: str
     check: Callable[[Trial], Finding]
     problems: tuple[str, ...] = ()
     kills: tuple[str, ...] = ()
+    on_device: bool = False
 
 
 @cache

@@ -142,7 +142,18 @@ def _judge_variant(
     wanted: list[Oracle],
     judge_on: str | None,
 ) -> Iterator[Verdict]:
-    here = judge_on or device
+    trials: dict[str, Trial] = {}
+    for oracle in wanted:
+        here = device if oracle.on_device else judge_on or device
+        if here not in trials:
+            trials[here] = _trial(backend, fn, contract, case, device, here)
+        yield _check(trials[here], oracle, variant, device)
+
+
+def _trial(
+    backend: Backend, fn: Callable[..., Any], contract: Problem, case: Case, device: str, here: str
+) -> Trial:
+    """What oracles look at ``here`` of an implementation that runs on ``device``."""
     mirror = Mirror(here, device) if here != device else None
     inputs = materialized(case, here)  # implementations see copies, so all of them may share these
     runs: list[tuple[Any, Any]] = []
@@ -188,7 +199,7 @@ def _judge_variant(
         run(inputs)
         return runs[0][1]
 
-    trial = Trial(
+    return Trial(
         run=run,
         call=call,
         inputs=inputs,
@@ -201,8 +212,6 @@ def _judge_variant(
         runs_on=device,
         disturbed=disturbed,
     )
-    for oracle in wanted:
-        yield _check(trial, oracle, variant, device)
 
 
 def _foul(outputs: Mapping[str, Admissible], device: str) -> None:

@@ -212,6 +212,28 @@ def test_the_commands_take_the_host_or_the_device(command, capsys):
     assert "--judge-on 'moon' is neither device nor cpu" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_claim_about_the_device_is_judged_there_among_those_on_the_host(monkeypatch, seed):
+    looked_at = {}
+
+    def check(name):
+        def noted(trial):
+            looked_at[name] = trial.device
+            return plain_checks[name](trial)
+
+        return noted
+
+    names = ["value", "index_range", "poison"]
+    plain_checks = {name: rules()[name].check for name in names}
+    changed = {name: replace(rules()[name], check=check(name)) for name in names}
+    monkeypatch.setattr("oracles.verify.rules", lambda: rules() | changed)
+    backend = find_backend("mla_ref.latent")
+    case = draw(backend.problem, seed, 2, backend.supports)
+    verdicts = judge(backend, case, device=THERE, oracles=names, judge_on=HERE)
+    assert [(v.oracle, v.status) for v in verdicts] == [(name, PASS) for name in names]
+    assert looked_at == {"value": HERE, "index_range": THERE, "poison": HERE}
+    assert not verdicts[1].detail
+
+
 def test_an_output_on_another_device_fails(seed):
     backend = find_backend("mla_ref.naive")
     case = draw(backend.problem, seed, 0, backend.supports)

@@ -43,8 +43,6 @@ ROWS = ("ql_nope", "q_nope", "q_pe", "query", "kv_c", "k_pe", "outs", "lses", "x
 
 def check(trial: Trial) -> Finding:
     """Run over the same pages, far in, and over the same rows, far apart."""
-    if trial.runs_on not in ("", trial.device):
-        return nothing(f"memory this large is not sent to {trial.runs_on}: judge there")
     findings = []
     for what, move in (("pages", _far_pages), ("rows", _far_rows)):
         private = private_copy(trial.inputs)
@@ -193,4 +191,5 @@ ORACLE = Oracle(
         "states_offset_in_32_bits",
         "write_token_offset_in_32_bits",
     ),
+    on_device=True,  # memory this large is not sent
 )

@@ -15,8 +15,12 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 FP16_MAX = tl.constexpr(65504.0)
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 E4M3_MAX = tl.constexpr(448.0)
+OVER_448 = tl.constexpr(0.0022321429569274187)  # float32 nearest to 1 / 448
 # What tiled formats saturate latent channels to, so that the largest code times its scale is finite.
 TILED_MAX = tl.constexpr(2.0**127)
+# Between these, as bits of a float32, the largest channel of an ordinary tile lies.
+SMALL = tl.constexpr(0x26800000)  # 2⁻⁵⁰
+LARGE = tl.constexpr(0x60800000)  # 2⁶⁶
 
 
 @triton.jit
@@ -207,14 +211,58 @@ def _quotient(x, scale, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _tile_scale(tiles, FLOOR: tl.constexpr, POW2: tl.constexpr):
-    """The scale [rows, tiles] of latent tiles; a NaN channel does not take part in it."""
+def _largest(tiles):
+    """The largest magnitude [rows, tiles] of latent tiles, saturated; a NaN channel takes no part in it."""
     size = tl.abs(tiles)
     if INTERPRETED:
         # A GPU's maximum passes over NaN by itself; numpy's warns where nothing is left.
         size = tl.where(tiles == tiles, size, 0.0)
-    largest = tl.minimum(tl.maximum(tl.max(size, 2), 0.0), TILED_MAX)
-    scale = tl.maximum(tl.div_rn(largest, E4M3_MAX), FLOOR)
+    return tl.minimum(tl.maximum(tl.max(size, 2), 0.0), TILED_MAX)
+
+
+@triton.jit
+def _ordinary(largest):
+    """Whether all tiles [rows, tiles] of a program are, as those of a working model: one branch for all."""
+    above = largest.to(tl.uint32, bitcast=True) - SMALL  # of a smaller one: beyond any
+    return tl.max(tl.max(above, 1), 0) <= LARGE - SMALL
+
+
+@triton.jit
+def _ordinary_quotient(x, scale, STEPS: tl.constexpr):
+    """``_quotient`` of ordinary tiles in half of its instructions: a product, and two multiply-adds a step.
+
+    Scales are 2⁻⁵⁹ … 2⁵⁸, so nothing is infinite and reciprocals are normal. Powers of two change no rounding
+    where nothing underflows: a quotient of 2⁻¹¹ or more has a remainder that is a multiple of 2⁻¹¹⁶, and the
+    float32 is that of ``_quotient``. A smaller one may be another, but its code is 0 either way.
+
+    Remainders are taken negative: that of a zero, of either sign, is then +0, and the zero keeps its sign.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, scale)
+    reciprocal = tl.div_rn(1.0, scale)
+    quotient = x * reciprocal
+    for _ in tl.static_range(STEPS):
+        # Times -1 is a sign on an operand; a minus would be a subtraction from 0.
+        quotient = tl.fma(tl.fma(quotient, scale, x * -1.0), reciprocal * -1.0, quotient)
+    return quotient
+
+
+@triton.jit
+def _over_448(largest):
+    """The float32 nearest to a 448th: a product and its remainder, which is exact.
+
+    It is a multiple of 64 units in the last place of the product, so it is exact for subnormal ones too.
+    """
+    if INTERPRETED:
+        return tl.div_rn(largest, E4M3_MAX)
+    product = largest * OVER_448
+    return tl.fma(tl.fma(product, -448.0, largest), OVER_448, product)
+
+
+@triton.jit
+def _tile_scale(largest, FLOOR: tl.constexpr, POW2: tl.constexpr):
+    """The scale [rows, tiles] of latent tiles by their largest magnitudes."""
+    scale = tl.maximum(_over_448(largest), FLOOR)
     if POW2:
         # Adding the largest mantissa carries into the exponent unless the mantissa is 0.
         bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -266,19 +314,27 @@ def _cache_write_kernel(
     channel = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     real = (channel < C)[None, :, :]
     p_kv_c = kv_c + row[:, None, None] * stride_kv_c + channel[None, :, :] * stride_kv_c_channel
-    x = _float32(tl.load(p_kv_c, mask=there[:, None, None] & real, other=0.0))
+    # What is not there is dropped. As ones it makes no program leave the path of ordinary tiles.
+    absent: tl.constexpr = 1.0 if SCALING == "tile" else 0.0
+    x = _float32(tl.load(p_kv_c, mask=there[:, None, None] & real, other=absent))
     if SCALING == "none":
         entry = _stored(x, latent.dtype.element_ty)
     elif SCALING == "tensor":
         scale = tl.load(kv_scale)
         entry = _code(_quotient(x, scale, 2), NATIVE)
     else:
-        scale = _tile_scale(x, FLOOR, POW2)
-        if POW2:
-            # Its reciprocal is exact. Under the other rule what is cut off here has the largest code anyway.
+        steps: tl.constexpr = 1 if kv_c.dtype.element_ty.primitive_bitwidth == 16 else 2
+        largest = _largest(x)
+        scale = _tile_scale(largest, FLOOR, POW2)
+        if _ordinary(largest):
+            if POW2:
+                quotient = x * tl.div_rn(1.0, scale)[:, :, None]  # the reciprocal is exact
+            else:
+                quotient = _ordinary_quotient(x, scale[:, :, None], steps)
+        elif POW2:
+            # Under the other rule what is cut off here has the largest code anyway.
             quotient = _clamped(x, TILED_MAX) * tl.div_rn(1.0, scale)[:, :, None]
         else:
-            steps: tl.constexpr = 1 if kv_c.dtype.element_ty.primitive_bitwidth == 16 else 2
             quotient = _quotient(x, scale[:, :, None], steps)
         entry = _code(quotient, NATIVE)
         first = page * (block_bytes // 4) + slot * (slot_bytes // 4)

@@ -154,6 +154,54 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton_copy_kernels, "INTERPRETED", tl.constexpr(False))
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What each interpreted program found of its tiles: whether all of them are ordinary."""
+    answers: list[bool] = []
+    asked = _triton_copy_kernels._ordinary
+
+    def ordinary(largest: Any) -> Any:
+        answers.append(bool(asked(largest)))
+        return answers[-1]
+
+    monkeypatch.setattr(_triton_copy_kernels, "_ordinary", ordinary)
+    return answers
+
+
+on_the_host = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="a compiled kernel does not say where it branched"
+)
+
+
+@on_the_host
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "fp8_ds_mla_pow2"])
+@pytest.mark.parametrize("exponent", [-50, 66])
+def test_where_tiles_begin_and_cease_to_be_ordinary(fmt: str, exponent: int, seen: list[bool]) -> None:
+    edge, beyond = torch.tensor(2.0**exponent), torch.tensor(0.0 if exponent < 0 else torch.inf)
+    for top in (edge, edge.nextafter(beyond)):
+        inputs = entry_of(
+            torch.stack([top, torch.tensor(3.0)])[:, None] * torch.linspace(-1.0, 1.0, 128), fmt, 128
+        )
+        assert torch.equal(stored_bytes(BACKEND.fn, inputs), stored_bytes(cache_write, inputs))
+    assert seen == [True, False]
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "fp8_ds_mla_pow2"])
+@pytest.mark.parametrize("exponent", [-50, 0, 66])
+def test_the_smallest_channels_of_ordinary_tiles(
+    fmt: str, exponent: int, seed: int, seen: list[bool]
+) -> None:
+    """Quotients down to where the least code, remainders, and products with a reciprocal underflow."""
+    x = bell(seed, "small", 64, 128) * torch.exp2(-integers(seed, "depth", 90, 64, 128))
+    x[:, ::9] *= 0.0
+    x[:, 0] = 1.0
+    inputs = entry_of(x.clamp(-1.0, 1.0) * 2.0**exponent, fmt, 128)
+    assert torch.equal(stored_bytes(BACKEND.fn, inputs), stored_bytes(cache_write, inputs))
+    assert seen == [True] or DEVICE.type == "cuda"
+
+
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("scale", [1.0, 0.0173, 447.99997, 2.0**-140, 2.0**-120, 3.0e38])
 def test_quotients_of_the_tensor_are_those_of_a_division(scale: float) -> None:
@@ -162,7 +210,7 @@ def test_quotients_of_the_tensor_are_those_of_a_division(scale: float) -> None:
 
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quotients_of_tiles_are_those_of_a_division(dtype: torch.dtype, seed: int) -> None:
+def test_quotients_of_tiles_are_those_of_a_division(dtype: torch.dtype, seed: int, seen: list[bool]) -> None:
     """Random channels of tiles of every magnitude, and channels that are a tie of their tile's scale."""
     test_scales_of_tiles_of_any_size("default", "fp8_ds_mla")
     x = bell(seed, "tiles", 600, 128).to(dtype)
@@ -170,14 +218,21 @@ def test_quotients_of_tiles_are_those_of_a_division(dtype: torch.dtype, seed: in
     scale = x.abs().amax(-1, keepdim=True).float() / 448.0
     ties = (near_every_code()[:120] * scale).to(dtype)
     x[:, 4:124] = torch.where(ties.abs() <= x.abs().amax(-1, keepdim=True), ties, x[:, 4:124])
-    inputs = entry_of(x, "fp8_ds_mla", 128)
-    assert torch.equal(stored_bytes(BACKEND.fn, inputs), stored_bytes(cache_write, inputs))
+    for part in (x[:300], x[300:]):
+        inputs = entry_of(part, "fp8_ds_mla", 128)
+        assert torch.equal(stored_bytes(BACKEND.fn, inputs), stored_bytes(cache_write, inputs))
+    assert seen[-2:] == [False, True] or DEVICE.type == "cuda"
 
 
 @pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("path", ["ordinary", pytest.param("any", marks=on_the_host)])
 @pytest.mark.parametrize(("dtype", "binades"), [(torch.bfloat16, 20), (torch.float16, 2)])
-def test_quotients_of_all_mantissas(dtype: torch.dtype, binades: int) -> None:
+def test_quotients_of_all_mantissas(
+    dtype: torch.dtype, binades: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every mantissa of a channel under every mantissa of its tile's largest."""
+    if path == "any":
+        monkeypatch.setattr(_triton_copy_kernels, "_ordinary", lambda largest: False)
     steps = round(1.0 / torch.finfo(dtype).eps)
     mantissa = 1.0 + torch.arange(steps) / steps
     binade = torch.exp2(-torch.arange(0.0, binades))
@@ -188,6 +243,18 @@ def test_quotients_of_all_mantissas(dtype: torch.dtype, binades: int) -> None:
         top = (2.0 * tops).repeat_interleave(len(tiles) // len(tops))
         inputs = entry_of(torch.cat([top[:, None], tiles], -1).to(dtype), "fp8_ds_mla", 128)
         assert torch.equal(stored_bytes(BACKEND.fn, inputs), stored_bytes(cache_write, inputs))
+
+
+def test_a_448th_is_a_product_and_its_remainder() -> None:
+    """Of every mantissa: what the last multiply-add rounds is no tie, and becomes what the division does."""
+    top = (0x3F800000 + torch.arange(2**23, dtype=torch.int32)).view(torch.float32)
+    inverse = _triton_copy_kernels.OVER_448.value
+    product = top * torch.tensor(inverse)
+    remainder = top.double() - 448.0 * product.double()
+    assert torch.equal(remainder, remainder.float().double())
+    total = product.double() + remainder * inverse
+    assert torch.equal(total.float(), top / 448.0)
+    assert ((total.view(torch.int64) & (2**29 - 1)) != 2**28).all()
 
 
 def test_no_quotient_of_16_bits_is_near_a_change_of_its_code() -> None:

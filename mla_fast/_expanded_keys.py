@@ -1,10 +1,14 @@
 """Keys and values of a whole batch, expanded from the latent and packed: what varlen attention takes."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from mla_fast.chunked_sdpa import float32_sums
+from mla_fast.triton_cache_gather import gather_into
 from mla_ref.formats import CacheFormat
+from mla_ref.problems.attention import AttentionInputs
 from mla_ref.rows import compute_dtype, keys, requests
 
 
@@ -51,3 +55,38 @@ def packed(
         torch.nn.functional.pad(cache_seqlens.cumsum(0), (1, 0)).to(torch.int32),
         max((one.kv_len for one in batch), default=0),
     )
+
+
+def planned(inputs: AttentionInputs) -> Callable[[], Packed]:
+    """``packed`` as each layer of a step repeats it: lengths are read back once, here; it waits for nothing.
+
+    As an engine does it: the gather of ``mla_fast.triton_cache_gather``, one product with both projections,
+    and a copy that joins nope and rope channels. Queries and projections are joined ahead.
+    """
+    (_, h, p), r, (v, c) = inputs.q_nope.shape, inputs.q_pe.shape[2], inputs.w_uv.shape[1:]
+    kv_lens = inputs.cache_seqlens.tolist()
+    num_keys, longest = sum(kv_lens), max(kv_lens, default=0)
+    ends = torch.nn.functional.pad(inputs.cache_seqlens.cumsum(0), (1, 0)).to(torch.int32)
+    starts = torch.zeros_like(inputs.cache_seqlens)
+    query = torch.cat([inputs.q_nope, inputs.q_pe], dim=-1)
+    kv_b = torch.cat([inputs.w_uk, inputs.w_uv], dim=1).reshape(h * (p + v), c).T
+
+    def expand() -> Packed:
+        rows = query.new_empty(num_keys, c + r)
+        latent, k_pe = rows[:, :c], rows[:, c:]
+        gather_into(
+            latent,
+            k_pe,
+            inputs.kv_cache,
+            inputs.block_table,
+            ends,
+            starts,
+            inputs.cache_format,
+            inputs.kv_scale,
+        )
+        with float32_sums():
+            expanded = torch.mm(latent, kv_b).view(num_keys, h, p + v)
+        key = torch.cat([expanded[..., :p], k_pe[:, None].expand(-1, h, -1)], dim=-1)
+        return Packed(query, key, expanded[..., p:], ends, longest)
+
+    return expand

@@ -13,15 +13,15 @@ import importlib
 
 import torch
 
-from mla_fast._expanded_keys import packed
+from mla_fast._expanded_keys import Packed, packed, planned
 from mla_fast.flash_attn_3 import CONTIGUOUS, NUMERICS, installed, requires
 from mla_fast.flash_attn_3_paged import UNEQUAL
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
 from mla_ref.numerics import INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
-from mla_ref.problems.attention import PROBLEM
+from mla_ref.problems.attention import PROBLEM, AttentionInputs
 
 
 def supports(case: Case) -> str | None:
@@ -58,23 +58,46 @@ def flash_attn_3_varlen(
     Error: dequantised and expanded keys and values in the query's type; inside, as ``mla_fast.flash_attn_3``.
     Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py.
     """
-    query, key, value, cu_seqlens_k, max_seqlen_k = packed(
+    expanded = packed(
         q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, cache_seqlens, w_uk, w_uv, cache_format, kv_scale
     )
+    return _finished(*_attended(expanded, cu_seqlens_q, max_seqlen_q, softmax_scale), len(expanded.key))
+
+
+def prepare(inputs: AttentionInputs) -> Prepared:
+    """Lengths read back, queries and projections joined; keys are expanded and attended to in each run."""
+    expand = planned(inputs)
+    sizes = inputs.cu_seqlens_q, inputs.max_seqlen_q, inputs.softmax_scale
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, int]:
+        expanded = expand()
+        return *_attended(expanded, *sizes), len(expanded.key)
+
+    return Prepared(run, lambda result: _finished(*result))
+
+
+def _attended(
+    expanded: Packed, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [t h v] and lse [h t], as the library gives them."""
     out, lse, *_ = importlib.import_module(installed() or CONTIGUOUS).flash_attn_varlen_func(
-        query,
-        key,
-        value,
+        expanded.query,
+        expanded.key,
+        expanded.value,
         cu_seqlens_q,
-        cu_seqlens_k,
+        expanded.cu_seqlens_k,
         max_seqlen_q,
-        max_seqlen_k,
+        expanded.max_seqlen_k,
         softmax_scale=softmax_scale,
         causal=True,
         return_attn_probs=True,
     )
+    return out, lse
+
+
+def _finished(out: torch.Tensor, lse: torch.Tensor, num_keys: int) -> AttentionOutput:
     lse = lse.transpose(0, 1)
-    return AttentionOutput(out, lse if len(key) else torch.full_like(lse, -torch.inf))
+    return AttentionOutput(out, lse if num_keys else torch.full_like(lse, -torch.inf))
 
 
 BACKEND = Backend(
@@ -91,4 +114,5 @@ BACKEND = Backend(
     ),
     requires=requires,
     supports=supports,
+    prepare=prepare,
 )

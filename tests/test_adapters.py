@@ -142,6 +142,22 @@ def test_flash_attn_3_varlen(monkeypatch: pytest.MonkeyPatch, seed: int) -> None
         assert verdicts(flash_attn_3_varlen.BACKEND, case) == {}
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
+def test_flash_attn_3_varlen_prepared(fmt: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """What is left to a layer is right as well, the second time too."""
+    install(monkeypatch, flash_attn_3.CONTIGUOUS, flash_attn_varlen_func=stand_in_varlen)
+
+    def twice(*args: object) -> object:
+        inputs = problem("attention").inputs(*args)
+        prepared = flash_attn_3_varlen.prepare(inputs)
+        prepared.run()
+        return prepared.finish(prepared.run())
+
+    backend = replace(flash_attn_3_varlen.BACKEND, fn=twice)
+    for lens in ({}, {"q_lens": (1, 0, 3), "kv_lens": (130, 64, 2)}, {"kv_lens": (0, 0, 0)}):
+        assert verdicts(backend, replace(EXPANDED, seed=seed, cache_format=fmt, block_size=16, **lens)) == {}
+
+
 def verdicts(backend: Backend, case: Case, oracles: tuple[str, ...] = ORACLES) -> dict[str, str]:
     """Problems of a backend that claims to be available: "variant oracle" -> what was found."""
     judged = judge(replace(backend, requires=available), case, oracles=oracles)

@@ -153,8 +153,11 @@ def test_cases_reach_the_longest_position(name, seed):
 @pytest.mark.parametrize("t", [0, 1, 2])
 def test_cases_of_few_tokens(t, seed):
     inputs = rope_case(preset("deepseek-v3"), t, seed)
-    assert inputs.positions.tolist() == [0, 163_840][:t]
     assert rotate(*inputs).x.shape == (t, 128, 64)
+    if t == 1:
+        assert inputs.positions[0] > 0, "where nothing is rotated, nothing can be wrong"
+    else:
+        assert inputs.positions.tolist() == [0, 163_840][:t]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])

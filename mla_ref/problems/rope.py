@@ -57,8 +57,8 @@ def check_values(inputs: RopeInputs) -> None:
 def materialize(case: Case, device: torch.device) -> RopeInputs:
     """The tensors of a case: sum(q_lens) tokens, queries in its regime; kv_lens are not used.
 
-    Positions are log-uniform, since errors of the angle grow with them; the first token is at 0 and the last
-    at the longest position, 163,840 or the model's own if that is longer.
+    Positions are log-uniform, since errors of the angle grow with them; of several tokens the first is at 0,
+    and the last at the longest position, 163,840 or the model's own if that is longer.
     """
     raw = raw_values(replace(case, kv_lens=(0,) * len(case.kv_lens)), 0)
     t = sum(case.q_lens)
@@ -74,8 +74,8 @@ def _positions(seed: int, t: int, longest: int) -> torch.Tensor:
     octave = integers(seed, "octave", longest.bit_length(), t)
     position = torch.bitwise_left_shift(torch.ones_like(octave), octave)
     position = (position + integers(seed, "position", 1 << 30, t) % position).clamp(max=longest)
-    position[:1] = 0
-    position[1:][-1:] = longest
+    if t > 1:  # a token of its own, at 0, would not be rotated
+        position[0], position[-1] = 0, longest
     return position
 
 

@@ -81,7 +81,16 @@ def _load_keys(pointers, mask, scale, SCALING: tl.constexpr, dtype: tl.constexpr
             return _round(value * scale, dtype)
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_rows", "num_row_blocks", "num_splits", "min_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        "num_rows",
+        "num_row_blocks",
+        "num_splits",
+        "min_tiles",
+        "stride_table_request",
+    ]
+)
 def _mla_decode_kernel(
     ql_nope,
     q_pe,
@@ -276,7 +285,7 @@ def _mla_decode_kernel(
         tl.store(partial_out + first_row * C + offset, b_acc, mask=m_out)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge_splits_kernel(
     out,
     lse,
@@ -284,8 +293,8 @@ def _merge_splits_kernel(
     partial_max,
     partial_sum,
     num_rows,
+    num_splits,
     C: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -300,7 +309,7 @@ def _merge_splits_kernel(
     m_row = row < num_rows
     split = tl.arange(0, SPLITS_PADDED)
     split_row = split.to(tl.int64)[None, :] * num_rows + row[:, None]
-    m_split = m_row[:, None] & (split < NUM_SPLITS)[None, :]
+    m_split = m_row[:, None] & (split < num_splits)[None, :]
     b_max = tl.load(partial_max + split_row, mask=m_split, other=float("-inf"))
     b_sum = tl.load(partial_sum + split_row, mask=m_split, other=0.0)
 

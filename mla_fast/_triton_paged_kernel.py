@@ -38,7 +38,7 @@ def _cache_part(
     return _operand(_load_keys(pointers, mask, scale, SCALING, dtype))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "stride_table_request"])
 def _paged_attention_kernel(
     query,
     key_cache,

@@ -451,9 +451,23 @@ def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     figure = plot(RECORD)
     (axes,) = figure.axes
-    assert [round(bar.get_height()) for bar in axes.patches] == [50, 100]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["y", "z/prepared"]
+    assert [round(bar.get_width()) for bar in axes.patches] == [50, 100]
+    assert [round(bar.get_y() + bar.get_height() / 2) for bar in axes.patches] == [1, 2]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "y", "z/prepared"]
+    assert [text.get_text() for text in axes.texts] == ["200.0 µs", "100.0 µs"]
     figure.savefig(tmp_path / "race.svg")
+
+
+def test_a_plot_shows_names_and_does_not_obey_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    text = (
+        json.dumps(RECORD)
+        .replace('"backend": "y"', '"backend": "$\\\\frac{y$"')
+        .replace("a chip", "a $\\\\chip$")
+    )
+    figure = plot(json.loads(text))
+    figure.savefig(tmp_path / "race.png")
+    assert figure.axes[0].get_yticklabels()[1].get_text() == "$\\frac{y$"
 
 
 SMALL_BENCH = (

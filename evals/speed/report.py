@@ -3,13 +3,14 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from oracles.console import cell
+from oracles.exits import printable
 from oracles.verdict import BROKEN, PASS
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def outcome(record: dict[str, Any]) -> tuple[int, int]:
 
 
 def plot(record: dict[str, Any]) -> "Figure":
-    """Shares of the nearer ceiling, a bar a contestant, with the 10th to 90th percentile.
+    """Shares of the nearer ceiling, a bar a contestant under its case, with the 10th to 90th percentile.
 
     Raises: ValueError where matplotlib is not installed.
     """
@@ -172,33 +173,51 @@ def plot(record: dict[str, Any]) -> "Figure":
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("a plot needs matplotlib: pip install 'mla-verify[report]'") from None
-    cases = [case for case in record["cases"] if any("us" in entry for entry in case["contestants"])]
-    names = list(dict.fromkeys(name_of(e) for case in cases for e in case["contestants"] if "us" in e))
-    figure = Figure(figsize=(max(6.0, 1.1 * len(cases) + 2.0), 4.5), layout="constrained")
+    lines = [line for case in record["cases"] for line in _bars(record, case)]
+    figure = Figure(figsize=(8.0, 1.0 + 0.17 * len(lines)), layout="constrained")
     axes = figure.subplots()
-    step = 0.8 / max(len(names), 1)
-    for i, name in enumerate(names):
-        found = [
-            (at, entry, case)
-            for at, case in enumerate(cases)
-            for entry in case["contestants"]
-            if "us" in entry and name_of(entry) == name
-        ]
-        heights = [100.0 * share(record, case, entry["us"])[0] for _, entry, case in found]
-        ends = [
-            (
-                100.0 * share(record, case, entry["us_p90"])[0],
-                100.0 * share(record, case, entry["us_p10"])[0],
-            )
-            for _, entry, case in found
-        ]
-        errors = [
-            [max(h - low, 0.0) for h, (low, _) in zip(heights, ends, strict=True)],
-            [max(high - h, 0.0) for h, (_, high) in zip(heights, ends, strict=True)],
-        ]
-        axes.bar([at + (i + 0.5) * step - 0.4 for at, _, _ in found], heights, step, yerr=errors, label=name)
-    axes.set_xticks(range(len(cases)), [case["label"].replace(" ", "\n") for case in cases], fontsize=7)
-    axes.set_ylabel("% of the nearer ceiling of the same run")
-    axes.set_title(f"{record['machine']['name']}, run {record['run'][:12]}", fontsize=9)
-    axes.legend(fontsize=7)
+    backends = list(dict.fromkeys(bar.backend for bar in lines if bar.backend))
+    bars = [(at, bar) for at, bar in enumerate(lines) if bar.backend]
+    axes.barh(
+        [at for at, _ in bars],
+        [bar.share for _, bar in bars],
+        0.8,
+        xerr=[[bar.below for _, bar in bars], [bar.above for _, bar in bars]],
+        color=[f"C{backends.index(bar.backend)}" for _, bar in bars],
+        error_kw={"elinewidth": 0.8},
+    )
+    for at, bar in bars:
+        axes.text(bar.share + bar.above + 1.0, at, bar.time, va="center", fontsize=6)
+    for tick, bar in zip(axes.set_yticks(range(len(lines)), [bar.name for bar in lines]), lines, strict=True):
+        tick.label1.set(fontsize=6, fontweight="normal" if bar.backend else "bold", parse_math=False)
+    axes.set(
+        ylim=(len(lines) - 0.4, -0.6), xlim=(0.0, 115.0), xlabel="% of the nearer ceiling of the same run"
+    )
+    title = axes.set_title(f"{record['machine']['name']}, run {record['run'][:12]}", fontsize=9)
+    title.set_parse_math(False)
     return figure
+
+
+class _Bar(NamedTuple):
+    """One line of the plot; of a case itself, its label alone. share, below, above: in percent."""
+
+    name: str
+    backend: str = ""
+    share: float = 0.0
+    below: float = 0.0
+    above: float = 0.0
+    time: str = ""
+
+
+def _bars(record: dict[str, Any], case: dict[str, Any]) -> list[_Bar]:
+    """A case and whoever has a time there, in their order; nothing where nobody has."""
+    bars = []
+    for entry in case["contestants"]:
+        if "us" in entry:
+            slow, middle, fast = (
+                100.0 * share(record, case, entry[x])[0] for x in ("us_p90", "us", "us_p10")
+            )
+            backend = entry["backend"].split(" (")[0]
+            errors = max(middle - slow, 0.0), max(fast - middle, 0.0)
+            bars.append(_Bar(printable(name_of(entry)), backend, middle, *errors, f"{entry['us']:,.1f} µs"))
+    return [_Bar(printable(case["label"])), *bars] if bars else []

@@ -28,6 +28,7 @@ from mla_ref.problems.attention import PROBLEM
 from mla_ref.rows import causal_mask, compute_dtype, keys, requests
 
 Attention = Callable[..., torch.Tensor]
+SCORES = 2**28  # of all heads, held at a time for the log-sum-exp
 
 
 def _math(*args: torch.Tensor, **kwargs: torch.Tensor | float) -> torch.Tensor:
@@ -76,9 +77,13 @@ def expanded(attend: Attention) -> Callable[..., AttentionOutput]:
             mask = causal_mask(request, 0, request.kv_len, query.device)[unseeing:]
             q = query[rows].transpose(0, 1)
             attended = attend(q[None], key[None], value[None], attn_mask=mask, scale=softmax_scale)
-            scores = softmax_scale * torch.einsum("hsd,hjd->hsj", q.to(wide), key.to(wide))
-            row_lse = torch.logsumexp(scores.masked_fill(~mask, -torch.inf), dim=-1)
-            out[rows], lse[rows] = attended[0].transpose(0, 1), row_lse.transpose(0, 1).to(torch.float32)
+            out[rows] = attended[0].transpose(0, 1)
+            at_once = max(1, SCORES // (key.shape[0] * key.shape[1]))
+            for start in range(0, q.shape[1], at_once):
+                part = slice(start, start + at_once)
+                scores = softmax_scale * torch.einsum("hsd,hjd->hsj", q[:, part].to(wide), key.to(wide))
+                row_lse = torch.logsumexp(scores.masked_fill(~mask[part], -torch.inf), dim=-1)
+                lse[rows][part] = row_lse.transpose(0, 1)
         return AttentionOutput(out, lse)
 
     return sdpa

@@ -42,6 +42,13 @@ def test_judged(kernel: str, dtype: str, seed: int) -> None:
         assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
 
 
+def test_scores_are_held_some_rows_at_a_time(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_fast.sdpa.SCORES", 4 * 600 * 32)
+    case = mtp(WIDTHS["math"], "bfloat16", seed)
+    for verdict in judge(BACKEND, case, device=DEVICE, oracles=("value", "lse", "empty_rows")):
+        assert verdict.status == PASS, f"{verdict.detail} {verdict.worst}"
+
+
 def test_judged_on_random_cases(seed: int) -> None:
     for i in range(30):
         case = draw("attention", seed, i)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from packaging.requirements import Requirement
 from rich.table import Table
 
 from oracles.console import cell, to_stdout, write
@@ -211,18 +212,17 @@ def extras() -> list[Line]:
     except importlib.metadata.PackageNotFoundError:
         return [Line("extras", MISSING, "unknown", f"{PROJECT} is not installed, only on the path")]
     lacking: dict[str, list[str]] = {}
-    for text in wanted:
-        found = re.fullmatch(r"([\w.-]+)\s*(?:>=\s*([\w.]+))?[^;]*;.*extra == ['\"]([\w-]+)['\"].*", text)
-        if found is None:
-            continue
-        name, least, extra = found.groups()
-        lacks = lacking.setdefault(extra, [])
-        try:
-            version = importlib.metadata.version(name)
-            if least and numbers(version) < numbers(least):
-                lacks.append(f"{name} {version} is older than {least}")
-        except importlib.metadata.PackageNotFoundError:
-            lacks.append(name)
+    for wants in map(Requirement, wanted):
+        for extra in re.findall(r"extra == ['\"]([\w-]+)['\"]", str(wants.marker or "")):
+            lacks = lacking.setdefault(extra, [])
+            if wants.marker is None or not wants.marker.evaluate({"extra": extra}):
+                continue  # for another system or another Python
+            try:
+                version = importlib.metadata.version(wants.name)
+                if not wants.specifier.contains(version, prereleases=True):
+                    lacks.append(f"{wants.name} {version} is not {wants.specifier}")
+            except importlib.metadata.PackageNotFoundError:
+                lacks.append(wants.name)
     return [
         Line(name, MISSING, f"lacks {', '.join(lacks)}", f"pip install '{PROJECT}[{name}]'")
         if lacks

@@ -121,8 +121,23 @@ def test_extras_name_what_they_lack(monkeypatch):
     assert set(found) == {"whole", "half"}
     assert found["whole"].state == OK
     assert found["half"].value.startswith("lacks no-such-package, pytest ")
-    assert found["half"].value.endswith("is older than 999.1")
+    assert found["half"].value.endswith(" is not >=999.1")
     assert found["half"].note == "pip install 'mla-verify[half]'"
+
+
+def test_what_an_extra_wants_elsewhere_is_not_lacking_here(monkeypatch):
+    wanted = [
+        "no-such-package==1; sys_platform == 'plan9' and extra == 'far'",
+        "no-such-package==1; python_version < '3' and extra == 'near'",
+        f"no-such-package==1; sys_platform == {sys.platform!r} and extra == 'near'",
+        "pytest!=1.0,<999; extra == 'far'",
+        "pytest==1.0; extra == 'old'",
+    ]
+    monkeypatch.setattr(doctor_cli.importlib.metadata, "requires", lambda name: wanted)
+    found = {line.name: line for line in extras()}
+    assert found["far"].state == OK
+    assert found["near"].value == "lacks no-such-package"
+    assert found["old"].value == f"lacks pytest {pytest.__version__} is not ==1.0"
 
 
 def test_known_traps_are_told():

@@ -137,6 +137,9 @@ def attend(
     name = installed()
     if name is None:
         raise ValueError(f"neither {PAGED} nor {CONTIGUOUS} is installed")
+    if len(cache_seqlens) == 0:
+        nothing = query.new_empty(*query.shape[:2], value.shape[-1])
+        return AttentionOutput(nothing, nothing.new_empty(query.shape[:2], dtype=torch.float32))
     out, lse, *_ = importlib.import_module(name).flash_attn_with_kvcache(
         query,
         key,
@@ -154,7 +157,7 @@ def attend(
 def contiguous(pages: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor) -> torch.Tensor:
     """[b j …] from pages [n k …]: live entries, and zeros behind them, which masked weights may multiply."""
     lengths = cache_seqlens.tolist()
-    cache = pages.new_zeros(len(lengths), max(1, *lengths), *pages.shape[2:])
+    cache = pages.new_zeros(len(lengths), max([1, *lengths]), *pages.shape[2:])
     for i, length in enumerate(lengths):
         cache[i, :length] = gather(pages, block_table[i], 0, length)
     return cache

@@ -12,7 +12,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from mla_fast import flash_attn_3, flash_attn_3_varlen, flash_mla, flashinfer, transformers_layer
+from mla_fast import (
+    flash_attn_3,
+    flash_attn_3_paged,
+    flash_attn_3_varlen,
+    flash_mla,
+    flashinfer,
+    transformers_layer,
+)
 from mla_ref.backend import Backend, available
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
@@ -171,6 +178,20 @@ def test_flash_mla(stand_in_flash_mla: None, seed: int) -> None:
 def test_flash_attn_3(flash_attn_module: str, seed: int) -> None:
     for case in (UNIFORM, RAGGED):
         assert verdicts(flash_attn_3.BACKEND, replace(case, seed=seed)) == {}
+
+
+def test_flash_attn_3_is_not_asked_where_there_is_no_request(
+    flash_attn_module: str, monkeypatch, seed: int
+) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("FlashAttention-3 was called")
+
+    install(monkeypatch, flash_attn_module, flash_attn_with_kvcache=asked)
+    for backend, case in (
+        (flash_attn_3.BACKEND, UNIFORM),
+        (flash_attn_3_paged.BACKEND, replace(UNIFORM, problem="paged_attention")),
+    ):
+        assert verdicts(backend, replace(case, q_lens=(), kv_lens=(), seed=seed)) == {}
 
 
 @pytest.mark.parametrize("wrong", ["scale", "order", "layout", "infinity"])

@@ -196,7 +196,7 @@ def test_functions_and_claims_take_turns():
         claims = {oracle for of, oracle in met if of == variant}
         assert claims == {"value", "poison", "causal", "likely", "row_norm", "matched_filters"}
         costly = [met[variant, name] for name in ("likely", "row_norm", "matched_filters")]
-        assert sum(costly) == met[variant, "value"]
+        assert 0.25 * met[variant, "value"] < sum(costly) < 0.75 * met[variant, "value"]
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -31,7 +31,9 @@ class Array(np.ndarray):
     def type(self):
         return SimpleNamespace(layout=None)
 
-    def to(self, dtype):
+    def to(self, dtype, bitcast=False):
+        if bitcast:
+            return array(np.asarray(self, np.float32).view(np.int32).astype(np.int64))
         if dtype in (torch.bfloat16, torch.float16):
             return array(torch.from_numpy(np.array(self)).to(dtype).to(torch.float32).numpy())
         if dtype == torch.float32:
@@ -321,7 +323,9 @@ class Descriptor:
         return box
 
 
-def _copy(desc, coord, bar, destination):
+def _copy(desc, coord, bar, destination, pred=True):
+    if not pred:
+        return
     assert list(destination.values.shape) == desc.block_shape, "box and destination differ"
     destination.put(np.float32(np.nan))
 
@@ -440,6 +444,7 @@ LANGUAGE = SimpleNamespace(
     full=_full,
     zeros_like=_pick(np.zeros_like),
     convert_layout=lambda x, layout: x,
+    join=_pick(lambda a, b: np.stack((a, b), -1)),
     where=_pick(lambda m, a, b: np.where(m, _single(a), _single(b))),
     maximum=_pick(np.maximum), minimum=_pick(np.minimum),
     exp2=_pick(lambda x: np.exp2(np.asarray(x, np.float32))),
@@ -447,7 +452,7 @@ LANGUAGE = SimpleNamespace(
     max=_reduce(np.max), min=_reduce(np.min), sum=_reduce(np.sum),
     cumsum=lambda x, axis=0: array(np.cumsum(np.asarray(x), axis=axis)),
     gather=_pick(lambda x, index, axis: np.take_along_axis(np.asarray(x), np.asarray(index), axis)),
-    debug_barrier=lambda: None,
+    debug_barrier=lambda: None, thread_barrier=lambda: None,
 )  # fmt: skip
 
 STAND_INS: dict[str, Any] = {

@@ -19,8 +19,12 @@ Order of accumulation: per row, blocks from the last to the first; a running sta
 
 The maximum is lazy: it moves only when a score exceeds it by more than ``SLACK`` (in powers of two), so
 weights reach 2 ** SLACK and the accumulators are hardly ever rescaled. Neither changes a rounding: weights
-are floating point, and a factor of 1 is exact.
+are floating point, and a factor of 1 is exact. So a block's exponents are made with the maximum that is
+there, each thread finds its own largest, and a warp where none exceeds the slack has no maximum to find: it
+exchanges nothing between threads, and its exponentials wait for nothing.
 """
+
+import struct
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,8 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
 KEYS: gl.constexpr = gl.constexpr(128)  # of a block
 STAGES: gl.constexpr = gl.constexpr(2)
+LANES: gl.constexpr = gl.constexpr(4)  # threads that share a row of an accumulator
 LOWEST: gl.constexpr = gl.constexpr(-3.4028234663852886e38)
-SLACK: gl.constexpr = gl.constexpr(8.0)
+SLACK = 8.0
 LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
@@ -52,42 +57,158 @@ ITEM_BLOCKS: gl.constexpr = gl.constexpr(6)
 FIELDS: gl.constexpr = gl.constexpr(6)  # of a tile's record
 
 
-def _rescale_asm(n: int) -> tuple[str, str]:
-    """PTX that multiplies a thread's n accumulators by their rows' factors unless the warp's are all 1;
-    constraints.
+_SLACK_BITS = struct.unpack("<i", struct.pack("<f", SLACK))[0]
 
-    Accumulators alternate between two rows, two by two, so operands n and n + 2 hold the factors.
+
+def _unless_none_moved(n: int, neutral: str, instruction: str) -> tuple[str, str]:
+    """PTX that gives a thread's n numbers ``instruction`` with its rows' operands, unless all of the warp's
+    operands are ``neutral``; constraints.
+
+    Numbers alternate between two rows, two by two, so operands n and n + 2 hold the rows' own.
     """
     upper, lower = f"${2 * n}", f"${2 * n + 2}"
     lines = [
         "{ .reg .pred moved, any;",
-        f"setp.ne.f32 moved, {upper}, 0f3F800000;",
-        f"setp.ne.or.f32 moved, {lower}, 0f3F800000, moved;",
+        f"setp.ne.f32 moved, {upper}, {neutral};",
+        f"setp.ne.or.f32 moved, {lower}, {neutral}, moved;",
         "vote.sync.any.pred any, moved, 0xffffffff;",
         "@!any bra same;",
-        *(f"mul.f32 ${i}, ${i}, {lower if i & 2 else upper};" for i in range(n)),
+        *(f"{instruction} ${i}, ${i}, {lower if i & 2 else upper};" for i in range(n)),
         "same: }",
     ]
     return "\n".join(lines), ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
 
 
-_WIDE, _NARROW = _rescale_asm(64), _rescale_asm(32)
+_WIDE, _NARROW = (_unless_none_moved(n, "0f3F800000", "mul.f32") for n in (64, 32))
+_DOWN = _unless_none_moved(64, "0f00000000", "sub.f32")
 RESCALE_128: gl.constexpr = gl.constexpr(_WIDE[0])
 CONSTRAINTS_128: gl.constexpr = gl.constexpr(_WIDE[1])
 RESCALE_64: gl.constexpr = gl.constexpr(_NARROW[0])
 CONSTRAINTS_64: gl.constexpr = gl.constexpr(_NARROW[1])
+LOWER: gl.constexpr = gl.constexpr(_DOWN[0])
+CONSTRAINTS_LOWER: gl.constexpr = gl.constexpr(_DOWN[1])
+
+
+def _mask_asm(n: int) -> tuple[str, str]:
+    """PTX that makes -inf of a thread's n scores from its rows' limits on; constraints.
+
+    Behind a thread's first column the others are constants, so a comparison needs no register of its own.
+    Computed, they would be 32 registers, live throughout the loop for a branch that is rare.
+    """
+    lines = [
+        "{ .reg .pred live; .reg .b32 first, upper, lower;",
+        "mov.u32 first, %laneid; and.b32 first, first, 3; shl.b32 first, first, 1;",
+        f"sub.s32 upper, ${2 * n}, first; sub.s32 lower, ${2 * n + 2}, first;",
+    ]
+    for i in range(n):
+        row, column = "lower" if i & 2 else "upper", (i >> 2) * 8 + (i & 1)
+        lines.append(f"setp.gt.s32 live, {row}, {column}; selp.f32 ${i}, ${i}, 0fFF800000, live;")
+    return "\n".join([*lines, "}"]), ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * n)
+
+
+_MASKS = _mask_asm(64)
+MASK: gl.constexpr = gl.constexpr(_MASKS[0])
+CONSTRAINTS_MASK: gl.constexpr = gl.constexpr(_MASKS[1])
+
+# Of a thread's two rows: 0, 1 new maxima; 2, 3 factors of what is older; 4, 5 its largest exponents; 6, 7
+# maxima. Exponents are compared as integers: their order is that of positive numbers, and a negative one
+# is below the slack whatever it is.
+RAISE: gl.constexpr = gl.constexpr(
+    "{ .reg .pred up, any; .reg .b32 top, other; .reg .f32 now;"
+    " mov.f32 $0, $6; mov.f32 $1, $7; mov.f32 $2, 0f3F800000; mov.f32 $3, 0f3F800000;"
+    f" setp.gt.s32 up, $4, {_SLACK_BITS}; setp.gt.or.s32 up, $5, {_SLACK_BITS}, up;"
+    " vote.sync.any.pred any, up, 0xffffffff; @!any bra same;"
+    + " ".join(
+        f"shfl.sync.bfly.b32 other, ${4 + i}, 1, 0x1f, 0xffffffff; max.s32 top, ${4 + i}, other;"
+        f" shfl.sync.bfly.b32 other, top, 2, 0x1f, 0xffffffff; max.s32 top, top, other;"
+        f" setp.gt.s32 up, top, {_SLACK_BITS}; mov.b32 now, top; add.f32 now, ${6 + i}, now;"
+        f" @up mov.f32 ${i}, now; sub.f32 now, ${6 + i}, ${i}; ex2.approx.ftz.f32 ${2 + i}, now;"
+        for i in (0, 1)
+    )
+    + " same: }"
+)
+# Of a thread's four sums. None is negative, which the assembler cannot know.
+PIN: gl.constexpr = gl.constexpr(
+    "{ .reg .pred negative, any; setp.lt.f32 negative, $4, 0f00000000;"
+    + " ".join(f"setp.lt.or.f32 negative, ${i}, 0f00000000, negative;" for i in (5, 6, 7))
+    + " vote.sync.any.pred any, negative, 0xffffffff; @!any bra same;"
+    + " ".join(f"mul.f32 ${i}, ${i}, ${j};" for j in (1, 2, 3) for i in range(4))
+    + " same: }"
+)
+
+
+@gluon.jit
+def _spread(b_row, b_x):
+    """A number of each row, [64, 4], for b_x [64, c / 8, 4, 2]."""
+    return gl.convert_layout(b_row, gl.SliceLayout(1, gl.SliceLayout(3, b_x.type.layout)))[:, None, :, None]
+
+
+@gluon.jit
+def _column(b_row, b_l):
+    """A number of each row, [64, 4], for b_l [64, 4, 2]."""
+    return gl.convert_layout(b_row, gl.SliceLayout(2, b_l.type.layout))[:, :, None]
+
+
+@gluon.jit
+def _by_thread(b_x):
+    """[64, c] as [64, c / 8, 4, 2]: in a row, a thread has every fourth pair of columns."""
+    return b_x.reshape([ROWS, b_x.shape[1] // (2 * LANES), LANES, 2])
 
 
 @gluon.jit
 def _rescaled(b_o, b_factor):
-    """b_o · b_factor, the same in all columns; skipped by every warp whose sixteen factors are all 1."""
+    """b_o [64, v] · b_factor [64, 4]; skipped by every warp whose sixteen factors are all 1."""
+    L: gl.constexpr = b_o.type.layout
+    b_x = _by_thread(b_o)
     if b_o.shape[1] == 128:
-        return gl.inline_asm_elementwise(
-            RESCALE_128, CONSTRAINTS_128, [b_o, b_factor], dtype=gl.float32, is_pure=False, pack=64
+        b_x = gl.inline_asm_elementwise(
+            RESCALE_128, CONSTRAINTS_128, [b_x, _spread(b_factor, b_x)], gl.float32, is_pure=False, pack=64
         )
+    else:
+        b_x = gl.inline_asm_elementwise(
+            RESCALE_64, CONSTRAINTS_64, [b_x, _spread(b_factor, b_x)], gl.float32, is_pure=False, pack=32
+        )
+    return gl.convert_layout(b_x.reshape(b_o.shape), L)
+
+
+@gluon.jit
+def _raised(b_top, b_m):
+    """(maxima, factors of what is older), both [64, 4]: a row's moves if an exponent is above the slack."""
+    b_top = gl.convert_layout(b_top, b_m.type.layout)
     return gl.inline_asm_elementwise(
-        RESCALE_64, CONSTRAINTS_64, [b_o, b_factor], dtype=gl.float32, is_pure=False, pack=32
+        RAISE, "=&f,=&f,=&f,=&f,r,r,f,f", [b_top, b_m], (gl.float32, gl.float32), is_pure=False, pack=2
     )
+
+
+@gluon.jit
+def _lowered(b_x, b_by):
+    """b_x - b_by; skipped by every warp whose rows' maxima are where they were."""
+    return gl.inline_asm_elementwise(
+        LOWER, CONSTRAINTS_LOWER, [b_x, b_by], gl.float32, is_pure=False, pack=64
+    )
+
+
+@gluon.jit
+def _masked(b_s, b_left):
+    """Scores of a block [64, 128]; -inf from column b_left [64, 1] on."""
+    return gl.inline_asm_elementwise(MASK, CONSTRAINTS_MASK, [b_s, b_left], gl.float32, is_pure=True, pack=64)
+
+
+@gluon.jit
+def _pinned(b_l):
+    """b_l, which is not negative. The branch is never taken, and what comes before it is not moved behind."""
+    return gl.inline_asm_elementwise(
+        PIN, "=f,=f,=f,=f,0,1,2,3", [b_l], dtype=gl.float32, is_pure=False, pack=4
+    )
+
+
+@gluon.jit
+def _max3(b_a, b_b, b_c):
+    """The largest of three integers: one instruction, as the compiler's own tree of pairs seldom is."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; max.s32 t, $1, $2; max.s32 $0, t, $3; }", "=r,r,r,r", [b_a, b_b, b_c], gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -133,27 +254,65 @@ def _scores(s_q, s_q_pe, s_k, s_k_pe, b_s):
 
 
 @gluon.jit
-def _partial_sums(b_p):
-    """[64, 8] sums of every eighth column: those that a thread holds, so that none crosses threads yet."""
-    return gl.sum(b_p.reshape([ROWS, KEYS // 8, 8]), 1)
+def _halves(b_x):
+    """The first and the last half of b_x [64, n, 4, 2] along its second dimension."""
+    return b_x.reshape([ROWS, 2, b_x.shape[1] // 2, LANES, 2]).permute((0, 2, 3, 4, 1)).split()
 
 
 @gluon.jit
-def _column(b_x, like):
-    """A number of each row, to be multiplied with the rows of ``like``."""
-    return gl.convert_layout(b_x, gl.SliceLayout(1, like.type.layout))[:, None]
+def _split(b_x):
+    """The first and the last half of b_x [64, n, 4] along its second dimension."""
+    return b_x.reshape([ROWS, 2, b_x.shape[1] // 2, LANES]).permute((0, 2, 3, 1)).split()
+
+
+@gluon.jit
+def _top(b_x):
+    """[64, 4] the bits of a thread's largest exponent of a row, if any is positive; else not positive."""
+    b_a, b_b = b_x.to(gl.int32, bitcast=True).split()
+    for _ in gl.static_range(4):
+        b_a0, b_a1 = _split(b_a)
+        b_b0, b_b = _split(b_b)
+        b_a = _max3(b_a0, b_a1, b_b0)
+    return gl.max(gl.maximum(b_a, b_b), 1)
+
+
+@gluon.jit
+def _partial_sums(b_p, b_l):
+    """[64, 4, 2] sums of what a thread holds of each row, like b_l: so none crosses threads yet."""
+    return gl.convert_layout(gl.sum(b_p, 1), b_l.type.layout)
+
+
+@gluon.jit
+def _row_max(b_s, scale_log2):
+    """[64, 4] the maximum of each row's scores, in powers of two; LOWEST where all are -inf."""
+    b_top = gl.max(gl.max(_by_thread(b_s), 3), 1)
+    b_row = gl.maximum(gl.max(b_top, 1) * scale_log2, LOWEST)
+    L: gl.constexpr = b_top.type.layout
+    return gl.convert_layout(b_row, gl.SliceLayout(1, L))[:, None] + gl.zeros([ROWS, LANES], gl.float32, L)
+
+
+@gluon.jit
+def _weights(b_0, b_1, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """A block's weights [64, 128], narrowed, of the halves of its columns."""
+    b_w = gl.join(b_0.to(DTYPE), b_1.to(DTYPE)).permute((0, 4, 1, 2, 3)).reshape([ROWS, KEYS])
+    return gl.convert_layout(b_w, LAYOUT)
+
+
+@gluon.jit
+def _slot(i_block):
+    """The buffer of a block; a remainder of signed numbers would be a few instructions more."""
+    return i_block & (STAGES - 1)
+
+
+@gluon.jit
+def _parity(i_block):
+    """How often a block's buffer has been filled before, modulo 2."""
+    return (i_block >> 1) & 1
 
 
 @gluon.jit
 def _wait_for_keys(bar_k, i_block, pred):
-    mbarrier.wait(bar_k.index(i_block % STAGES), (i_block // STAGES) & 1, pred=pred)
-
-
-@gluon.jit
-def _masked(b_s, o_key, b_limit):
-    """Scores of the keys from o_key on; -inf from each row's limit on."""
-    o_col = o_key + gl.arange(0, KEYS, gl.SliceLayout(0, b_s.type.layout))
-    return gl.where(o_col[None, :] < b_limit[:, None], b_s, float("-inf"))
+    mbarrier.wait(bar_k.index(_slot(i_block)), _parity(i_block), pred=pred)
 
 
 @gluon.jit
@@ -174,8 +333,8 @@ def _finish(s_stage, b_o, b_m, b_l, out, lse, row, num_rows, head, H, merge):
     V: gl.constexpr = b_o.shape[1]
     L_O: gl.constexpr = b_o.type.layout
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_O)
-    b_m = gl.convert_layout(b_m, L_ROW)
-    b_l = gl.convert_layout(gl.sum(b_l, 1), L_ROW)
+    b_m = gl.convert_layout(gl.max(b_m, 1), L_ROW)
+    b_l = gl.convert_layout(gl.sum(gl.sum(b_l, 2), 1), L_ROW)
     o_row = gl.arange(0, ROWS, L_ROW)
     m_row = o_row < num_rows
     p_lse = lse + row.to(gl.int64) * H + head + o_row * H
@@ -237,50 +396,59 @@ def _consume(
         b_limit = gl.minimum(seen + gl.arange(0, ROWS, L_ROW), num_keys)
         unmasked = gl.minimum(seen, num_keys)
         mbarrier.wait(bar_q, i_tile & 1)
-        slot = i_block % STAGES
-        mbarrier.wait(bar_k.index(slot), (i_block // STAGES) & 1)
+        slot = _slot(i_block)
+        mbarrier.wait(bar_k.index(slot), _parity(i_block))
         b_s = gl.zeros([ROWS, KEYS], gl.float32, L_S)
         b_s = _scores(s_q.index(i_half), s_q_pe.index(i_half), s_k.index(slot), s_k_pe.index(slot), b_s)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(bar_k_free.index(slot))
         o_key = (num_blocks - 1) * KEYS
-        b_s = _masked(b_s, o_key, b_limit)
-        b_m = gl.maximum(gl.max(b_s, 1) * scale_log2, LOWEST)
-        b_p = _exp2(b_s * scale_log2 - b_m[:, None])
-        b_l = _partial_sums(b_p)
-        b_w = gl.convert_layout(b_p.to(DTYPE), L_W)
+        b_s = _masked(b_s, (b_limit - o_key)[:, None])
+        b_m = _row_max(b_s, scale_log2)
+        b_x = _by_thread(b_s)
+        b_p = _exp2(b_x * scale_log2 - _spread(b_m, b_x))
+        b_l = gl.sum(b_p, 1)
+        b_p0, b_p1 = _halves(b_p)
+        b_w = _weights(b_p0, b_p1, DTYPE, L_W)
         if o_key + KEYS > num_keys:
-            mbarrier.wait(bar_v.index(slot), (i_block // STAGES) & 1)
+            mbarrier.wait(bar_v.index(slot), _parity(i_block))
             _zero_dead_rows(s_v.index(slot), num_keys - o_key)
         b_o = gl.zeros([ROWS, V], gl.float32, L_O)
         _wait_for_keys(bar_k, i_block + 1, num_blocks > 1)
         for i in range(1, num_blocks):
-            last = (i_block + i - 1) % STAGES
-            slot = (i_block + i) % STAGES
+            last = _slot(i_block + i - 1)
+            slot = _slot(i_block + i)
             b_s = _scores(s_q.index(i_half), s_q_pe.index(i_half), s_k.index(slot), s_k_pe.index(slot), b_s)
-            mbarrier.wait(bar_v.index(last), ((i_block + i - 1) // STAGES) & 1)
+            mbarrier.wait(bar_v.index(last), _parity(i_block + i - 1))
             b_o = warpgroup_mma(b_w, s_v.index(last), b_o, is_async=True)
             b_s = warpgroup_mma_wait(1, deps=(b_s,))
             mbarrier.arrive(bar_k_free.index(slot))
             o_key = (num_blocks - 1 - i) * KEYS
-            if o_key + KEYS > unmasked:
-                b_s = _masked(b_s, o_key, b_limit)
-            b_top = gl.max(b_s, 1) * scale_log2
-            b_now = gl.where(b_top > b_m + SLACK, b_top, b_m)
-            b_alpha = _exp2(b_m - b_now)
-            b_p = _exp2(b_s * scale_log2 - b_now[:, None])
-            b_l = b_l * _column(b_alpha, b_l) + _partial_sums(b_p)
+            if o_key + KEYS >= unmasked:
+                b_s = _masked(b_s, (b_limit - o_key)[:, None])
+                # A row's first keys set its maximum. No row is without one where nothing is masked any more.
+                b_m = gl.where(b_m == LOWEST, _row_max(b_s, scale_log2), b_m)
+            b_x = _by_thread(b_s)
+            b_x = b_x * scale_log2 - _spread(b_m, b_x)
+            b_now, b_alpha = _raised(_top(b_x), b_m)
+            b_x = _lowered(b_x, _spread(b_now - b_m, b_x))
             b_m = b_now
-            # The weights go through the wait, and a branch comes before it: else the assembler would wait
-            # first and make them after.
+            # Half of the weights are made while the last product runs, the others and the narrowing after it,
+            # so that they fill each other's gaps. The assembler would move the wait to the start of all this:
+            # what is pinned stays in front of the branch that waits for keys, and the wait behind it.
+            b_x0, b_x1 = _halves(b_x)
+            b_p0 = _exp2(b_x0)
+            b_l = _pinned(b_l * _column(b_alpha, b_l) + _partial_sums(b_p0, b_l))
             _wait_for_keys(bar_k, i_block + i + 1, i + 1 < num_blocks)
-            b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
+            b_o, b_p0, b_x1 = warpgroup_mma_wait(0, deps=(b_o, b_p0, b_x1))
             mbarrier.arrive(bar_v_free.index(last))
-            b_o = _rescaled(b_o, _column(b_alpha, b_o))
-            b_w = gl.convert_layout(b_p.to(DTYPE), L_W)
+            b_o = _rescaled(b_o, b_alpha)
+            b_p1 = _exp2(b_x1)
+            b_l += _partial_sums(b_p1, b_l)
+            b_w = _weights(b_p0, b_p1, DTYPE, L_W)
         i_block += num_blocks
-        last = (i_block - 1) % STAGES
-        mbarrier.wait(bar_v.index(last), ((i_block - 1) // STAGES) & 1)
+        last = _slot(i_block - 1)
+        mbarrier.wait(bar_v.index(last), _parity(i_block - 1))
         b_o = warpgroup_mma(b_w, s_v.index(last), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
         mbarrier.arrive(bar_v_free.index(last))
@@ -301,8 +469,8 @@ def _fill(desc, i_head, i_row, i_col, bar, s_box):
 @gluon.jit
 def _fill_values(values, i_head, i_row, bar_v, bar_v_free, s_v, i_block, P: gl.constexpr):
     """Copy the values of a block when those of two blocks ago are done with."""
-    slot = i_block % STAGES
-    mbarrier.wait(bar_v_free.index(slot), ((i_block // STAGES) & 1) ^ 1)
+    slot = _slot(i_block)
+    mbarrier.wait(bar_v_free.index(slot), _parity(i_block) ^ 1)
     mbarrier.expect(bar_v.index(slot), KEYS * s_v.shape[2] * 2)
     _fill(values, i_head, i_row, P, bar_v.index(slot), s_v.index(slot))
 
@@ -333,16 +501,16 @@ def _produce(
         merge = gl.load(p_tile + 5)
         num_blocks = gl.maximum((gl.minimum(num_keys, seen + num_rows - 1) + KEYS - 1) // KEYS, 1)
         for i in range(num_blocks):
-            slot = i_block % STAGES
+            slot = _slot(i_block)
             i_key = key + (num_blocks - 1 - i) * KEYS
-            mbarrier.wait(bar_k_free.index(slot), ((i_block // STAGES) & 1) ^ 1)
+            mbarrier.wait(bar_k_free.index(slot), _parity(i_block) ^ 1)
             mbarrier.expect(bar_k.index(slot), KEYS * (P + R) * 2)
             _fill(expanded, head, i_key, 0, bar_k.index(slot), s_k.index(slot))
             tma.async_copy_global_to_shared(k_pe, [i_key, 0], bar_k.index(slot), s_k_pe.index(slot))
             if i == 0:
                 # The last scores of the tile before are done once its last keys are free: so is its query.
                 before = i_block + STAGES - 1
-                mbarrier.wait(bar_k_free.index(before % STAGES), (before // STAGES + 1) & 1, pred=i_block > 0)
+                mbarrier.wait(bar_k_free.index(_slot(before)), _parity(before) ^ 1, pred=i_block > 0)
                 _put(s_item, ITEM_ROW, row)
                 _put(s_item, ITEM_ROWS, num_rows)
                 _put(s_item, ITEM_KEYS, num_keys)
@@ -362,7 +530,7 @@ def _produce(
         _fill_values(values, head, key, bar_v, bar_v_free, s_v, i_block - 1, P)
         index = gl.atomic_add(counters, 1)
     before = i_block + STAGES - 1
-    mbarrier.wait(bar_k_free.index(before % STAGES), (before // STAGES + 1) & 1, pred=i_block > 0)
+    mbarrier.wait(bar_k_free.index(_slot(before)), _parity(before) ^ 1, pred=i_block > 0)
     _put(s_item, ITEM_BLOCKS, 0)
     mbarrier.arrive(bar_item)
     # The last program leaves the counters as it found them, for the next launch.

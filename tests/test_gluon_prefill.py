@@ -27,6 +27,7 @@ CASES = {
     "context": ((70, 3), (450, 129), 2, 64, {}),
     "empty": ((1, 1, 1), (0, 1, 0), 2, 64, {}),
     "more_queries_than_keys": ((200, 2), (3, 0), 2, 16, {}),
+    "late_row": ((100,), (227,), 1, 64, {"regime": "negative"}),
     "five_heads": ((130, 5), (200, 80), 5, 64, {}),
     "pages_of_1": ((9, 40), (150, 60), 1, 1, {}),
     "padded": ((30,), (200,), 1, 64, {"entry_align": 256, "block_gap": 4096 + 16, "offset": 32}),
@@ -62,17 +63,22 @@ PLANTED = {
         "context",
     ),
     "values_read_before_they_land": (
-        "mbarrier.wait(bar_v.index(last), ((i_block + i - 1) // STAGES) & 1)", "", "context",
+        "mbarrier.wait(bar_v.index(last), _parity(i_block + i - 1))", "", "context",
     ),
     "values_filled_while_in_use": (
-        "mbarrier.wait(bar_v_free.index(slot), ((i_block // STAGES) & 1) ^ 1)", "", "peaky",
+        "mbarrier.wait(bar_v_free.index(slot), _parity(i_block) ^ 1)", "", "peaky",
     ),
     "query_filled_while_in_use": ("pred=i_block > 0", "pred=False", "five_heads"),
-    "sum_in_the_old_frame": ("b_l = b_l * _column(b_alpha, b_l) + _partial_sums(b_p)",
-        "b_l = b_l + _partial_sums(b_p)", "peaky"),
+    "sum_in_the_old_frame": ("b_l * _column(b_alpha, b_l) +", "b_l +", "peaky"),
     "accumulator_in_the_old_frame": ("b_o = _rescaled(b_o,", "_rescaled(b_o,", "peaky"),
-    "mask_one_key_late": ("< b_limit[:, None]", "<= b_limit[:, None]", "ragged"),
-    "no_mask_in_the_second_block": ("if o_key + KEYS > unmasked:", "if o_key > 1000000:", "ragged"),
+    "exponents_in_the_old_frame": ("b_x = _lowered(b_x,", "_lowered(b_x,", "peaky"),
+    "second_half_of_the_sums_lost": ("b_l += _partial_sums(b_p1, b_l)", "", "context"),
+    "halves_swapped": ("b_w = _weights(b_p0, b_p1,", "b_w = _weights(b_p1, b_p0,", "context"),
+    "mask_one_key_late": ("(b_limit - o_key)", "(b_limit - o_key + 1)", "ragged"),
+    "no_mask_in_the_second_block": ("if o_key + KEYS >= unmasked:", "if o_key > 1000000:", "ragged"),
+    "no_maximum_from_the_first_keys": (
+        "if o_key + KEYS >= unmasked:", "if o_key + KEYS > unmasked:", "late_row",
+    ),
     "lower_rows_see_as_the_upper_do": (
         "seen = _get(s_item, ITEM_SEEN) + HALF * ROWS", "seen = _get(s_item, ITEM_SEEN)", "one_tile",
     ),
@@ -83,11 +89,24 @@ PLANTED = {
 }  # fmt: skip
 
 
+def raised(b_top, b_m):
+    b_top = np.asarray(b_top).max(1, keepdims=True).astype(np.int32)
+    b_up = b_m + np.where(
+        b_top.view(np.float32) > _gluon_prefill_kernel.SLACK, b_top.view(np.float32), np.float32(0)
+    )
+    return array(b_up), array(np.exp2(b_m - b_up))
+
+
 def emulate(monkeypatch: pytest.MonkeyPatch, kernel_module: ModuleType) -> None:
     asm = {
         "_opaque": lambda x: x,
         "_exp2": lambda x: array(np.exp2(np.asarray(x, np.float32))),
-        "_rescaled": lambda b_o, b_factor: b_o * b_factor,
+        "_rescaled": lambda b_o, b_factor: b_o * b_factor[:, :1],
+        "_raised": raised,
+        "_lowered": lambda b_x, b_by: b_x - b_by,
+        "_masked": lambda b_s, b_left: array(np.where(np.arange(b_s.shape[1]) < b_left, b_s, -np.inf)),
+        "_pinned": lambda b_l: b_l,
+        "_max3": lambda b_a, b_b, b_c: np.maximum(np.maximum(b_a, b_b), b_c),
     }
     monkeypatch.setattr(
         _gluon_prefill_kernel, "mla_prefill_kernel", Emulated(kernel_module, "mla_prefill_kernel", asm)

@@ -1,5 +1,7 @@
 """``python -m evals``."""
 
+import sys
+
 from evals.cli import main
 
-main()
+sys.exit(main())

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
+from typer.exceptions import Abort, TyperException
 
 app = typer.Typer(
     add_completion=False,
@@ -18,7 +20,7 @@ app = typer.Typer(
     help="gsm8k: paired decisions and what they can see.",
 )
 
-REFUSED = 3
+REFUSED, INTERRUPTED = 3, 130
 FLOATING = ("float32", "bfloat16", "float16")
 EXIT = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
 
@@ -46,7 +48,7 @@ def gate(
 
     Exit code: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 if the runs cannot be read or compared.
     """
-    from evals.parity import compare, deciding, report
+    from evals.parity import compare, deciding, finite, report
     from evals.runs import load
 
     with _refusing("gate"):
@@ -54,7 +56,8 @@ def gate(
         first = compare(one, other, deciding(one, answers), margin)
         others = [compare(one, other, name, margin) for name in one.answers if name != first.filter]
     if as_json:
-        typer.echo(json.dumps({c.filter: asdict(c) for c in (first, *others)}, indent=2))
+        found = finite({c.filter: asdict(c) for c in (first, *others)})
+        typer.echo(json.dumps(found, indent=2, allow_nan=False))
     else:
         typer.echo(report(one, other, [first, *others], margin, flips))
     raise typer.Exit(EXIT[first.decision.outcome])
@@ -170,6 +173,7 @@ def survey(
     device: Device = "cpu",
     jobs: Annotated[int, typer.Option(min=1, help="Paths on trial at a time.")] = 1,
     seconds: Annotated[float, typer.Option(help="The longest that one path may take.")] = 600.0,
+    model_dtype: ModelDtype = "float32",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the record here.")] = None,
 ) -> None:
     """Try every fast path, each in a process of its own; print lm_eval's tables and the paired decisions.
@@ -182,11 +186,20 @@ def survey(
         chosen = _chosen(surveys.PATHS, only or [])
         folder = _checkpoint(checkpoint)
         for record in surveys.survey(
-            folder, chosen, questions, out, device=_device(device), margin=margin, jobs=jobs, seconds=seconds
+            folder,
+            chosen,
+            questions,
+            out,
+            device=_device(device),
+            model_dtype=_floating(model_dtype),
+            margin=margin,
+            jobs=jobs,
+            seconds=seconds,
         ):
             typer.echo(f"{len(record['paths'])} of {len(chosen)} paths", err=True)
             if json_file is not None:
-                json_file.write_text(f"{json.dumps(record, indent=1)}\n", encoding="utf-8")
+                text = json.dumps(record, indent=1, allow_nan=False)
+                json_file.write_text(f"{text}\n", encoding="utf-8")
     typer.echo(surveys.markdown(record))
     found = {row["outcome"] for row in record["paths"] if "outcome" in row}
     worst = next((outcome for outcome in ("FAIL", "INCONCLUSIVE", "PASS") if outcome in found), "")
@@ -332,6 +345,16 @@ def _checkpoint(name: str) -> Path:
     return folder
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. What is wrong with its words is code 3: 2 is a verdict."""
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        code = int(app(words, prog_name="python -m evals", standalone_mode=False) or 0)
+    except TyperException as error:
+        typer.echo(f"{words[0]}: {error.format_message()}", err=True)
+        return REFUSED
+    except (Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        typer.echo(f"{words[0]}: interrupted", err=True)
+    return code

@@ -1,10 +1,12 @@
 """The model class ``mla-verify`` of lm_eval, and runs with it that need no network and can be resumed."""
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -205,7 +207,8 @@ def evaluate(
     """lm_eval's table of the stock gsm8k task; results and samples are written under ``out``.
 
     A run that was interrupted goes on after its last whole batch when it is started again with the same
-    ``out``; one that was finished is not asked again, nor is the model loaded.
+    ``out``; one that was finished is not asked again, nor is the model loaded. Of several processes that are
+    started with the same ``out`` one asks, and the others wait for its answers.
 
     data: {"train": rows to draw shots from, "test": the questions}. limit: the most questions.
     batch_size: requests of one batch. max_gen_toks: the most tokens of an answer.
@@ -215,23 +218,24 @@ def evaluate(
     Raises: ValueError if ``out`` holds a run with other settings, or the path cannot run.
     """
     out.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {
-        "pretrained": str(checkpoint.resolve()),
-        "model_dtype": model_dtype,
-        "max_gen_toks": max_gen_toks,
-    } | asdict(path)
-    planted_too = {"planted": planted.name} if planted else {}
-    asked = settings | {"batch_size": batch_size, "device": device, "chat": chat} | planted_too
-    _same_settings(out / "settings.json", asked)
-    questions = _digest(data["train"], data["test"][:limit])
-    if (table := _finished(out, questions)) is not None:
+    with _alone(out):
+        settings: dict[str, Any] = {
+            "pretrained": str(checkpoint.resolve()),
+            "model_dtype": model_dtype,
+            "max_gen_toks": max_gen_toks,
+        } | asdict(path)
+        planted_too = {"planted": planted.name} if planted else {}
+        asked = settings | {"batch_size": batch_size, "device": device, "chat": chat} | planted_too
+        _same_settings(out / "settings.json", asked)
+        questions = _digest(data["train"], data["test"][:limit])
+        if (table := _finished(out, questions)) is not None:
+            return table
+        lm = MLAVerifyLM(batch_size=batch_size, device=device, tokens=str(out / TOKENS), **settings)
+        if planted is not None:
+            lm.layer = planted.layer(lm.model)
+        table = _answered(lm, settings, data, out, limit, chat)
+        (out / FINISHED).write_text(json.dumps({"questions": questions, "table": table}), encoding="utf-8")
         return table
-    lm = MLAVerifyLM(batch_size=batch_size, device=device, tokens=str(out / TOKENS), **settings)
-    if planted is not None:
-        lm.layer = planted.layer(lm.model)
-    table = _answered(lm, settings, data, out, limit, chat)
-    (out / FINISHED).write_text(json.dumps({"questions": questions, "table": table}), encoding="utf-8")
-    return table
 
 
 def _answered(
@@ -268,6 +272,14 @@ def _answered(
     tracker.save_results_aggregated(results=results, samples=samples)
     tracker.save_results_samples(task_name=TASK, samples=samples[TASK])
     return str(make_table(results))
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """No other process is in here with the same folder; one that ends in any way lets the next one in."""
+    with (out / "lock").open("w", encoding="utf-8") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def _digest(*splits: Sequence[Row]) -> str:

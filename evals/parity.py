@@ -1,6 +1,8 @@
 """Two lm_eval runs over the same questions: are they comparable, and did the candidate lose anything?"""
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,3 +164,12 @@ def report(
     decision = first.decision
     lines += ["", f"{decision.outcome} ({first.filter}, margin {margin:.2%}): {decision.reason}"]
     return "\n".join(lines)
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for every number that JSON does not have: NaN and the infinities."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,7 +6,6 @@ other its result. The record is written anew as each of them ends.
 
 import importlib.metadata
 import json
-import math
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from evals.path import REFERENCE, AttentionPath
 from evals.runs import load
 from evals.statistics import PASS
 from evals.task import TASK
-from evals.trial import MARGIN, measured_noise, run_folder
+from evals.trial import MARGIN, Line, measured_noise, run_folder
 
 FILTERS = ("strict-match", "flexible-extract")  # the first decides
 FLIPS = 10  # that are kept of each path
@@ -57,41 +56,40 @@ def survey(
     out: Path,
     *,
     device: str = "cpu",
+    model_dtype: str = "float32",
     margin: float = MARGIN,
     jobs: int = 1,
     seconds: float = 600.0,
 ) -> Iterator[dict[str, Any]]:
     """The record after each path that came to an end; the last one holds them all, in the order of ``paths``.
 
-    paths: name -> path as it is printed, the reference included. out: where lm_eval's runs are kept; those
-    that are finished are not asked again. jobs: processes at a time, once the reference has answered.
-    seconds: the longest that one of them may take. Where the reference has no answers the others, which would
-    ask it again, each of them, are not tried.
+    paths: name -> path as it is printed, the reference included, which is begun first. out: where lm_eval's
+    runs are kept; those that are finished are not asked again, and one that was cut short goes on. A path
+    that is through its own questions waits for the reference, and asks it where nobody does.
+    jobs: processes at a time. seconds: the longest that one of them may take, waiting included.
 
     Raises: ValueError if the checkpoint's noise was not measured, or the reference is not among the paths.
     """
     if REFERENCE not in paths:
         raise ValueError(f"paths: {REFERENCE} is not among {', '.join(paths)}")
     rows: dict[str, dict[str, Any]] = {}
-    record = _about(folder, questions, device, margin)
+    record = _about(folder, questions, device, model_dtype, margin)
     command = [sys.executable, "-m", "evals", "trial", str(folder), "--json", "--device", device]
-    command += ["--questions", str(questions), "--margin", str(margin), "--out", str(out)]
+    command += ["--model-dtype", model_dtype, "--questions", str(questions), "--margin", str(margin)]
+    command += ["--out", str(out)]
 
     def ended(name: str) -> dict[str, Any]:
         return {"name": name} | _trial([*command, "--path", paths[name]], seconds, out, margin)
 
-    rows[REFERENCE] = ended(REFERENCE)
-    yield record | {"paths": [*rows.values()]}
-    if "outcome" not in rows[REFERENCE]:
-        return
     with ThreadPoolExecutor(jobs) as pool:
-        others = {pool.submit(ended, name): name for name in paths if name != REFERENCE}
-        for future in as_completed(others):
-            rows[others[future]] = future.result()
+        order = sorted(paths, key=lambda name: name != REFERENCE)
+        running = {pool.submit(ended, name): name for name in order}
+        for future in as_completed(running):
+            rows[running[future]] = future.result()
             yield record | {"paths": [rows[name] for name in paths if name in rows]}
 
 
-def _about(folder: Path, questions: int, device: str, margin: float) -> dict[str, Any]:
+def _about(folder: Path, questions: int, device: str, model_dtype: str, margin: float) -> dict[str, Any]:
     import torch
 
     versions = {}
@@ -102,7 +100,8 @@ def _about(folder: Path, questions: int, device: str, margin: float) -> dict[str
             versions[name] = "not installed"
     return {
         "checkpoint": folder.name,
-        "sha256": measured_noise(folder)["sha256"],
+        "sha256": measured_noise(folder, model_dtype)["sha256"],
+        "model_dtype": model_dtype,
         "questions": questions,
         "margin": margin,
         "device": torch.cuda.get_device_name(device) if device != "cpu" else "CPU",
@@ -158,13 +157,12 @@ def markdown(record: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if "outcome" not in row:
         return (f"did not run: {row['reason']}", *[""] * 7)
-    nearest = max(line["found"] / line["limit"] for line in row["lines"])
     one = row["filters"][FILTERS[0]]
     pair, decision = one["pair"], one["decision"]
     n = sum(pair.values())
     return (
         row["outcome"],
-        "no limits" if math.isnan(nearest) else f"{nearest:.0%} of the limits",
+        _nearest(row["lines"]),
         f"{(pair['both'] + pair['won']) / n:.2%} of {n}",
         f"{pair['lost']}, {pair['won']}",
         f"{decision['bound']:.2%}",
@@ -172,3 +170,12 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{one['text_equal']:.1%}",
         f"{row['seconds']:.0f}",
     )
+
+
+def _nearest(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The measure that is nearest to its limit. In JSON, what was not measured or is no number is None."""
+    if any(line["limit"] is None for line in lines):
+        return "no limits"
+    if any(line["found"] is None for line in lines):
+        return "no number"
+    return f"{max(Line(**line).share for line in lines):.0%} of the limits"

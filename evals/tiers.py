@@ -101,13 +101,22 @@ def reference_logits(model: Model, path: AttentionPath, texts: Sequence[Text]) -
     return forced_logits(model, layer_of(plain, model.config), plain, texts)
 
 
+def _kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """KL divergence [m] of the distributions of logits b from those of a, both [m vocab], in nats.
+
+    Σ p (ln p - ln q) is a small difference of large terms: in float64 it is worth nothing below 1e-14. With
+    q / p = exp(-x) it is Σ p (x + expm1(-x)), whose terms are x²/2 and more, none of them negative.
+    """
+    x = (a - b) - (a.logsumexp(-1, keepdim=True) - b.logsumexp(-1, keepdim=True))
+    return (a.softmax(-1) * (x + torch.expm1(-x))).sum(-1)
+
+
 def divergence(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> Divergence:
     """Tier 2: how far the candidate's logits are from the reference's."""
     kl, first = [], ""
     largest, same, clear = 0.0, 0, 0
     for question, (a, b) in enumerate(zip(want, got, strict=True)):
-        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
-        each = (p.exp() * (p - q)).sum(-1).clamp(min=0.0).nan_to_num(nan=math.inf)
+        each = _kl(a.double(), b.double()).nan_to_num(nan=math.inf)
         kl.append(each)
         largest = max(largest, float((a - b).abs().nan_to_num(nan=math.inf).max()))
         top = a.topk(2, dim=-1)

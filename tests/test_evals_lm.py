@@ -2,6 +2,9 @@ import base64
 import hashlib
 import importlib.metadata
 import json
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,8 @@ pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 from typer.testing import CliRunner
 
 from evals import gsm8k
-from evals.cli import app
-from evals.lm import TOKENS, MLAVerifyLM, evaluate
+from evals.cli import app, main
+from evals.lm import TOKENS, MLAVerifyLM, _alone, evaluate
 from evals.parity import compare
 from evals.path import AttentionPath
 from evals.runs import load
@@ -164,6 +167,64 @@ def test_trial_decides_and_exits(tmp_path: Path):
     unmeasured = CliRunner().invoke(app, [*good, "dtype=float16 cache_format=fp16"])
     assert unmeasured.exit_code == 2
     assert "INCONCLUSIVE: no noise was measured for float16 over a fp16 cache" in unmeasured.output
+    unmeasured = CliRunner().invoke(app, [*good, "dtype=float16 cache_format=fp16", "--json"])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = json.loads(unmeasured.output, parse_constant=refuse)
+    assert all(line["limit"] is None and line["found"] >= 0.0 for line in found["lines"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trial", "mini"], "trial: Missing option '--path'"),
+        (["survey", "mini", "--out", "x", "--jobs", "0"], "survey: Invalid value for '--jobs'"),
+        (["gate", "--no-such-option"], "gate: No such option: --no-such-option"),
+        (["nothing"], "nothing: No such command 'nothing'"),
+    ],
+)
+def test_wrong_words_are_no_verdict(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 3  # 2 is INCONCLUSIVE
+    said = capsys.readouterr()
+    assert said.err.startswith(message)
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+def test_without_words_the_command_says_what_there_is(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 0
+    assert "calibrate" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_says_so(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("evals.statistics.published_table", interrupted)
+    assert main(["published"]) == 130
+    assert capsys.readouterr().err == "published: interrupted\n"
+
+
+def test_one_process_at_a_time_asks_in_a_folder(tmp_path: Path):
+    """The other waits, and is let in when the first ends, whichever way."""
+    held = f"held = open({str(tmp_path / 'lock')!r}, 'w'); fcntl.flock(held, fcntl.LOCK_EX)"
+    code = f"import fcntl, sys; {held}; print(1, flush=True); sys.stdin.read()"
+    first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    first.stdout.read(1)
+    entered = threading.Event()
+
+    def enter() -> None:
+        with _alone(tmp_path):
+            entered.set()
+
+    second = threading.Thread(target=enter)
+    second.start()
+    assert not entered.wait(0.2)
+    first.kill()
+    first.communicate()
+    second.join(30)
+    assert entered.is_set()
 
 
 def test_a_lossy_cache_is_also_held_to_a_float32_one():

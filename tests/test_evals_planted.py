@@ -11,10 +11,22 @@ pytest.importorskip("tokenizers", reason="the checkpoints' tokenizer needs token
 pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 
 from evals.model import Model, load
-from evals.path import AttentionPath
+from evals.path import AttentionPath, attention_of
 from evals.planted import Planted, bugs, right
 from evals.tiers import Text, divergence, reference_logits, shadow
-from evals.trial import CHECKPOINTS, NOISE, Line, limits, lines_of, measure, measured_noise, texts_of
+from evals.trial import (
+    CHECKPOINTS,
+    FORMATS,
+    NOISE,
+    Line,
+    cost_of_format,
+    limits,
+    lines_of,
+    measure,
+    measured_noise,
+    texts_of,
+)
+from mla_ref.layer import layer_around
 
 MINI = CHECKPOINTS / "mini"
 SCALE = json.loads((MINI / NOISE).read_text())["kv_scale"]
@@ -60,6 +72,22 @@ def test_a_right_path_is_within_noise(name: str, mini: Model, texts: list[Text],
     assert all(line.ok for line in lines), lines
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("decode", ["evals.flash_latent", "evals.flash_latent[lazy maximum]"])
+def test_a_kernel_of_16_bits_is_within_noise(decode: str, fmt: str, mini: Model, texts: list[Text]):
+    """In other chunks and blocks than its noise was measured in, and with another prefill."""
+    path = AttentionPath(
+        decode=decode, prefill="mla_fast.sdpa", chunk=64, block_size=64, cache_format=fmt, dtype="bfloat16"
+    )
+    noise, attention = measured_noise(MINI), attention_of(path, mini.config)
+    reference = reference_logits(mini, path, texts)
+    seen, apart = measure(mini, path, attention, layer_around(attention), texts, reference)
+    lines = lines_of(seen, apart, limits(noise, path))
+    lines += cost_of_format(mini, path, attention, texts, noise)
+    assert {line.tier for line in lines} == {"T1 shadow", "T2 logits", "T2 cost"}
+    assert all(line.ok for line in lines), lines
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_seen_and_by_the_tier_that_can(name: str, mini: Model, texts: list[Text], references: dict):
     lines = _lines(BUGS[name], mini, texts, references)
@@ -94,6 +122,25 @@ def test_noise_belongs_to_its_weights(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"sha256 of its weights is .*, but gate\.json is of"):
         measured_noise(tmp_path)
+
+
+def test_noise_without_a_cost_of_every_format_is_refused(tmp_path: Path):
+    shutil.copy(MINI / "model.safetensors", tmp_path)
+    noise = json.loads((MINI / NOISE).read_text())
+    noise["cost"] = {fmt: {} for fmt in FORMATS}
+    (tmp_path / NOISE).write_text(json.dumps(noise))
+    with pytest.raises(ValueError, match=r"gate\.json: is of an older version; calibrate it again"):
+        measured_noise(tmp_path)
+
+
+def test_divergence_is_a_sum_of_squares_however_small_it_is():
+    """Twice the difference of logits is four times the divergence, far below float64's roundoff."""
+    logits = torch.tensor([[3.0, 1.0, -2.0]])
+    moved = [logits + torch.tensor([[2.0**-n, 0.0, 0.0]], dtype=torch.float64) for n in (30, 31)]
+    two, one = (divergence([logits.double()], [each]).max_kl for each in moved)
+    assert 0.0 < one < torch.finfo(torch.float64).eps
+    assert 3.99 < two / one < 4.01
+    assert divergence([logits], [logits]).max_kl == 0.0
 
 
 def test_what_was_not_measured_has_no_limits():

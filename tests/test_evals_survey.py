@@ -1,6 +1,6 @@
 import json
-import math
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,15 @@ from evals import survey as surveys
 from evals.cli import app
 from evals.path import REFERENCE, parse
 from evals.survey import PATHS, _trial, markdown, survey
-from evals.trial import CHECKPOINTS
+from evals.trial import CHECKPOINTS, Line
 from oracles.verify import backends
 
 MINI = CHECKPOINTS / "mini"
 TABLE = "|Tasks|Version|\n|-----|------:|\n|gsm8k|    3.0|\n|     |       |"
+
+
+def _line(found: float | None, limit: float | None = 1.0) -> dict:
+    return {"tier": "T1 shadow", "measure": "worst", "found": found, "limit": limit}
 
 
 def _row(name: str, outcome: str, found: float, lost: int = 0) -> dict:
@@ -29,7 +33,7 @@ def _row(name: str, outcome: str, found: float, lost: int = 0) -> dict:
         "seconds": 12.34,
         "outcome": outcome,
         "reason": "T1 shadow: worst is 2, at most 1 is noise",
-        "lines": [{"found": found, "limit": 1.0}, {"found": 0.0, "limit": 1.0}],
+        "lines": [_line(found), _line(0.0)],
         "table": TABLE,
         "filters": {
             "strict-match": {
@@ -52,7 +56,8 @@ def test_the_tables_show_every_path_and_why():
     rows = [
         _row(REFERENCE, "PASS", 0.0),
         _row("wrong", "FAIL", 2.0, 4),
-        _row("unmeasured", "INCONCLUSIVE", 0.5) | {"lines": [{"found": 0.5, "limit": math.nan}] * 2},
+        _row("unmeasured", "INCONCLUSIVE", 0.5) | {"lines": [_line(0.5, None)] * 2},
+        _row("broken", "FAIL", 0.0) | {"lines": [_line(0.5), _line(None)]},
         {"name": "gone", "reason": "needs CUDA"},
     ]
     assert markdown({"paths": rows}).splitlines() == [
@@ -64,16 +69,20 @@ def test_the_tables_show_every_path_and_why():
         "||     |       |",
         "|unmeasured|gsm8k|    3.0|",
         "||     |       |",
+        "|broken|gsm8k|    3.0|",
+        "||     |       |",
         "",
         "| path | verdict | T1, T2 | strict-match | lost, won | 95 % bound | McNemar p | texts equal | s |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
         "| the reference | PASS | 0% of the limits | 97.50% of 400 | 0, 0 | 0.67% | 1 | 99.5% | 12 |",
         "| wrong | FAIL | 200% of the limits | 96.50% of 400 | 4, 0 | 0.67% | 1 | 99.5% | 12 |",
         "| unmeasured | INCONCLUSIVE | no limits | 97.50% of 400 | 0, 0 | 0.67% | 1 | 99.5% | 12 |",
+        "| broken | FAIL | no number | 97.50% of 400 | 0, 0 | 0.67% | 1 | 99.5% | 12 |",
         "| gone | did not run: needs CUDA |  |  |  |  |  |  |  |",
         "",
         "- wrong: T1 shadow: worst is 2, at most 1 is noise",
         "- unmeasured: T1 shadow: worst is 2, at most 1 is noise",
+        "- broken: T1 shadow: worst is 2, at most 1 is noise",
     ]
 
 
@@ -90,6 +99,13 @@ def test_what_does_not_end_well_is_a_row(code: str, seconds: float, reason: str,
     row = _trial([sys.executable, "-c", code, "decode=x"], seconds, tmp_path, 0.05)
     assert (row["path"], row["reason"]) == ("decode=x", reason)
     assert "outcome" not in row
+
+
+def test_a_share_of_no_limit():
+    def share(found: float, limit: float) -> float:
+        return Line(tier="", measure="", found=found, limit=limit).share
+
+    assert (share(1.0, 4.0), share(0.0, 0.0), share(1.0, 0.0)) == (0.25, 0.0, float("inf"))
 
 
 def test_every_path_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -112,18 +128,39 @@ def test_every_path_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.
     assert f"| elsewhere | did not run: {elsewhere['reason']} |" in result.output
 
 
-def test_without_answers_of_the_reference_nothing_else_is_tried(tmp_path: Path, monkeypatch):
+def test_where_none_ends_there_is_no_verdict(tmp_path: Path, monkeypatch):
     tried = []
 
     def never_ends(command: list[str], *_: object) -> dict:
-        tried.append(command[-1])
+        tried.append(command)
         return {"path": command[-1], "reason": "not ended after 1 s"}
 
     monkeypatch.setattr(surveys, "_trial", never_ends)
-    result = CliRunner().invoke(app, ["survey", str(MINI), "--out", str(tmp_path), "--questions", "1"])
+    command = ["survey", str(MINI), "--out", str(tmp_path), "--questions", "1"]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 3, result.output
-    assert tried == [PATHS[REFERENCE]]
+    assert [words[-1] for words in tried] == [*PATHS.values()]
+    assert all(words[words.index("--model-dtype") + 1] == "float32" for words in tried)
     assert "| the reference | did not run: not ended after 1 s |" in result.output
+    other = CliRunner().invoke(app, [*command, "--model-dtype", "bfloat16"])
+    assert other.exit_code == 3
+    assert "is of a float32 model, not of a bfloat16 one; calibrate it again" in other.output
+
+
+def test_the_reference_is_begun_first_and_the_others_beside_it(tmp_path: Path, monkeypatch):
+    begun, together = [], threading.Barrier(3, timeout=30)
+
+    def meets(command: list[str], *_: object) -> dict:
+        begun.append(command[-1])
+        together.wait()
+        return {"path": command[-1], "reason": "met the others"}
+
+    monkeypatch.setattr(surveys, "_trial", meets)
+    paths = {"a": "decode=a", REFERENCE: "", "b": "decode=b"}
+    *_, record = survey(MINI, paths, 1, tmp_path, jobs=3)
+    assert begun[0] == ""
+    assert [row["name"] for row in record["paths"]] == [*paths]
+    assert all(row["reason"] == "met the others" for row in record["paths"])
 
 
 def test_a_device_that_is_none_is_one_line(tmp_path: Path):

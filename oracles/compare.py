@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -65,6 +66,11 @@ def worst_of(findings: list[Finding]) -> Finding:
     return max(findings, key=lambda finding: (not finding.ok, finding.worst.ratio if finding.worst else 0.0))
 
 
+def told(what: str, finding: Finding) -> Finding:
+    """The finding; where the claim broke it says what was different about the inputs."""
+    return finding if finding.ok else replace(finding, detail=f"{what}: {finding.detail}")
+
+
 def why_not_comparable(name: str, got: object, want: torch.Tensor, dtype: torch.dtype) -> str | None:
     """What differs before any value is looked at, or None."""
     if not isinstance(got, torch.Tensor):
@@ -113,7 +119,7 @@ def _finding(
         return Finding(ok=True, worst=worst, num_checked=got.numel())
     detail = (
         f"{name}: {num_bad} of {got.numel()} elements are not what they may be; worst at {worst.place}: "
-        f"got {worst.got:.9g}, want {worst.want:.9g} ± {worst.bound:.3g} ({worst.ratio:.3g} × the bound)"
+        f"got {worst.got:.9g}, {_wanted(worst)}"
     )
     letters = where if isinstance(where, str) else ""
     return Finding(
@@ -124,6 +130,14 @@ def _finding(
         num_checked=got.numel(),
         pattern=partial(locate, name, letters, got, want, bound, inside, inputs),
     )
+
+
+def _wanted(worst: Worst) -> str:
+    """What an element may be; how far it is from that where there is such a number."""
+    if not worst.bound:
+        return f"must be {worst.want:.9g}"
+    want = f"want {worst.want:.9g} ± {worst.bound:.3g}"
+    return f"{want} ({worst.ratio:.3g} × the bound)" if math.isfinite(worst.got) else want
 
 
 def _unraveled(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -138,7 +152,7 @@ def _unraveled(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
 def place(letters: str, index: tuple[int, ...], inputs: Any) -> str:
     """An index in the problem's words: "request 1, query 0, head 3, channel 17"."""
     if not letters:
-        return f"index {list(index)}"
+        return f"index {list(index)}" if index else "its only element"
     at = dict(zip(letters.split(), index, strict=True))
     words = [_word(letter, i, inputs) for letter, i in at.items()]
     if "n" in at and "k" in at and hasattr(inputs, "slot_mapping"):

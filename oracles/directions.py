@@ -472,6 +472,6 @@ def finding(readings: list[Reading], inputs: Any, words: str) -> Finding:
     bad = sum(reading.ratio > 1.0 for reading in readings)
     detail = (
         f"out: {worst.name} at {where}: {worst.value:.4g}, where {worst.limit:.4g} is likely at most "
-        f"({ratio:.3g} × the limit); {words.format(effect=worst.effect)}"
+        f"({ratio:.3g} × the limit); {words.format(effect=worst.effect, times=1.0 + worst.effect)}"
     )
     return Finding(ok=False, detail=detail, worst=at, num_bad=bad, num_checked=len(readings))

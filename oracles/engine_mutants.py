@@ -53,7 +53,11 @@ def attention_mutants(case: Case) -> dict[str, tuple[Case, Run]]:
     return {
         "keys_counted_in_16_bits": (replace(case, seed=2), departing(mask=_without(slice(MOST_INT16, None)))),
         "keys_beyond_a_table_of_splits": (case, departing(mask=_without(slice(4096, None)))),
+        "last_key_of_a_second_tile": (case, departing(mask=_without_a_lone_key)),
         "requests_beyond_a_warp": (case, _forgetting_requests(32)),
+        "requests_beyond_a_block": (replace(case, seed=7), _forgetting_requests(256)),
+        "raises_without_keys": (case, _launching("cache_seqlens")),
+        "raises_without_tokens": (case, _launching("cu_seqlens_q")),
         "blocks_numbered_in_16_bits": (case, given(block_table=_in_16_bits)),
         "queries_taken_for_packed": (case, given(q_pe=lambda x: packed(x.q_pe))),
         "query_offset_in_32_bits": (case, given(q_pe=lambda x: wrapped_rows(x.q_pe))),
@@ -102,6 +106,25 @@ def _without(keys: slice) -> Callable[[torch.Tensor, Request], torch.Tensor]:
         return mask
 
     return mask
+
+
+def _without_a_lone_key(right: torch.Tensor, request: Request) -> torch.Tensor:
+    """Tiles of 64 keys are read in pairs, and one key alone in the second of them is not."""
+    mask, kv_len = right.clone(), request.kv_len
+    if kv_len > 128 and kv_len % 128 == 65:
+        mask[:, kv_len - 1] = False
+    return mask
+
+
+def _launching(lengths: str) -> Run:
+    """As many blocks are launched as some lengths say, and none is an error."""
+
+    def run(inputs: Any) -> AttentionOutput:
+        if not getattr(inputs, lengths).any():
+            raise RuntimeError("invalid configuration argument")
+        return attend(inputs, {})
+
+    return run
 
 
 def _forgetting_requests(most: int) -> Run:
@@ -227,7 +250,9 @@ def merge_mutants() -> dict[str, tuple[Case, Run]]:
         output.out[MOST_ROWS:] = 0
         return output
 
+    first = changed(merge_states, outs=lambda x: x.outs[:32], lses=lambda x: x.lses[:32])
     return {
+        "states_beyond_a_warp": (replace(MERGE, seed=3), first),
         "states_lse_taken_for_packed": (MERGE, changed(merge_states, lses=lambda x: packed(x.lses))),
         "states_offset_in_32_bits": (MERGE, changed(merge_states, outs=lambda x: wrapped_rows(x.outs))),
         "states_of_tokens_beyond_a_grid": (MERGE, without_late_rows),

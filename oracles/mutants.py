@@ -161,7 +161,7 @@ def _dots(q: torch.Tensor, key: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Te
 def _online(
     scores: torch.Tensor, value: torch.Tensor, step: Callable[..., Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    top = scores.new_full(scores.shape[:2], -torch.inf)
+    top = step("top", scores.new_full(scores.shape[:2], -torch.inf))
     total, acc = torch.zeros_like(top), scores.new_zeros(*scores.shape[:2], value.shape[-1])
     for start in range(0, scores.shape[-1], TILE):
         part = scores[..., start : start + TILE]
@@ -424,6 +424,10 @@ def _attention_mutants(case: Case, per_tensor: Case, tiled: Case, empty: Case) -
         "merge_base_2": (case, departing(merge=lambda outs, lses: merged_at_once(outs, lses, torch.exp2))),
         "merge_average": (case, departing(merge=_average)),
         "merge_overflow": (huge, departing(merge=_naive_merge)),
+        "maximum_begins_at_minus_1e4": (
+            replace(case, seed=3),
+            departing(top=lambda top, _: torch.full_like(top, -1e4)),
+        ),
         "weights_in_fp8": (case, departing(p=narrowed(torch.float8_e4m3fn))),
         "weights_in_bf16_undeclared": (case, departing(p=narrowed(torch.bfloat16))),
         "scores_in_bf16": (case, departing(scores=narrowed(torch.bfloat16))),

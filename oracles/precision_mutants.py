@@ -60,6 +60,8 @@ def precision_mutants() -> dict[str, tuple[Case, Run]]:
         "products_added_in_bf16": (MANY, kernel(dots=_added_in_bf16)),
         "exponential_to_a_thousandth": (MANY, kernel(exp=_rippled(1e-3))),
         "exponential_to_a_hundredth": (MANY, kernel(exp=_rippled(1e-2))),
+        "exponential_to_a_ten_thousandth": (MANY, kernel(exp=_rippled(1e-4))),
+        "light_tiles_skipped": (MANY, kernel(exp=_without_light_tiles)),
         "scale_one_in_a_thousand": (MANY, kernel(scores=lambda scores, _: scores * 1.001)),
         "scale_in_bf16": (MANY, _scaled_in_bf16),
         "scale_with_one_mscale": (yarn, _scaled_once),
@@ -79,6 +81,11 @@ def _rippled(size: float) -> Callable[[torch.Tensor, Request], torch.Tensor]:
         return weight * (1.0 + size * 4.0 * part * (1.0 - part))
 
     return step
+
+
+def _without_light_tiles(weight: torch.Tensor, request: Request) -> torch.Tensor:
+    """Tiles whose heaviest key has less than e^-8 of the heaviest so far are left out."""
+    return weight.masked_fill(weight.amax(-1, keepdim=True) < math.exp(-8.0), 0.0)
 
 
 def _added_in_bf16(

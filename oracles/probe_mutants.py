@@ -51,6 +51,9 @@ def attention_mutants(case: Case, per_tensor: Case) -> dict[str, tuple[Case, Run
     return {
         "page_table_taken_for_rising": (replace(case, layout=IN_ORDER), given(block_table=_rising)),
         "page_size_built_in": (case, given(kv_cache=_in_pages_of_sixteen, block_table=_for_more_pages)),
+        "page_size_taken_for_a_power_of_two": (case, _shifting),
+        "cache_cast_to_float16": (case, departing(keys=lambda keys, _: tuple(x.half().to(x) for x in keys))),
+        "dead_slots_known_by_nan": (case, _knowing_nan),
         "read_in_32_bits": (case, given(kv_cache=lambda x: _wrapped(x.kv_cache))),
         "read_before_the_queries": (case, _reading_before_the_queries),
         "store_before_the_queries": (case, _storing_before_the_queries),
@@ -106,6 +109,38 @@ def _for_more_pages(inputs: Any) -> torch.Tensor:
     table, times = inputs.block_table, max(inputs.kv_cache.shape[1] // LATENT.block_size, 1)
     repeated: torch.Tensor = table.repeat(1, times)
     return repeated if times == 1 else repeated.clamp(max=inputs.kv_cache.shape[0] - 1)
+
+
+def _shifting(inputs: Any) -> AttentionOutput:
+    """A token's column and slot are found by a shift and a mask."""
+    cache = inputs.kv_cache
+    size = 1 << (cache.shape[1].bit_length() - 1)
+
+    def entries(right: torch.Tensor, request: Request) -> torch.Tensor:
+        token = torch.arange(len(right))
+        page = request.table_row[(token // size).clamp(max=len(request.table_row) - 1)].long()
+        found: torch.Tensor = cache[page.clamp(max=len(cache) - 1), token % size]
+        return found
+
+    return attend(inputs, {"entries": entries} if size < cache.shape[1] else {})
+
+
+def _knowing_nan(inputs: Any) -> AttentionOutput:
+    """Whole pages are read, and a maximum that passes over NaN is all that masks their dead slots."""
+    alive: list[torch.Tensor] = []
+
+    def request(read: Request, right: Request) -> Request:
+        size = inputs.kv_cache.shape[1]
+        return right._replace(kv_len=-(-right.kv_len // size) * size)
+
+    def keys(read: tuple[torch.Tensor, torch.Tensor], right: Request) -> tuple[torch.Tensor, torch.Tensor]:
+        alive[:] = [~torch.cat(read, dim=1).isnan().any(1)]
+        return read[0].nan_to_num(nan=0.0), read[1].nan_to_num(nan=0.0)
+
+    def mask(causal: torch.Tensor, right: Request) -> torch.Tensor:
+        return (causal | (torch.arange(causal.shape[1]) >= right.kv_len)) & alive[0]
+
+    return attend(inputs, {"request": request, "keys": keys, "mask": mask})
 
 
 def _wrapped(cache: torch.Tensor) -> torch.Tensor:
@@ -267,7 +302,11 @@ def layer_mutants() -> dict[str, tuple[Case, Run]]:
 
 def rope_mutants() -> dict[str, tuple[Case, Run]]:
     """The edits of ``rope``."""
-    short = replace(ROPE, q_lens=(2,), kv_lens=(2,))
+    one, short = (replace(ROPE, q_lens=(n,), kv_lens=(n,)) for n in (1, 2))
+
+    def unless_alone(inputs: Any) -> RopeOutput:
+        """A token of its own is taken for the first."""
+        return RopeOutput(inputs.x) if len(inputs.x) == 1 else rotate(*inputs)
 
     def from_one(inputs: Any) -> RopeOutput:
         """Positions are numbers of tokens seen, but for the very first."""
@@ -275,7 +314,10 @@ def rope_mutants() -> dict[str, tuple[Case, Run]]:
         output: RopeOutput = _unchecked(rotate)(*inputs._replace(positions=late))
         return output
 
-    return {"rope_second_token_late": (short, from_one)}
+    return {
+        "rope_second_token_late": (short, from_one),
+        "rope_single_token_not_rotated": (one, unless_alone),
+    }
 
 
 def cache_mutants() -> dict[str, tuple[Case, Run]]:

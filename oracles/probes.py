@@ -24,7 +24,7 @@ from mla_ref.problem import problem
 from mla_ref.problems.paged_attention import pages
 from mla_ref.values import integers
 from oracles.bounds import ADMISSIBLE, Admissible, spacing, type_named
-from oracles.compare import identical, within, worst_of
+from oracles.compare import identical, told, within, worst_of
 from oracles.oracle import Trial, private_copy
 from oracles.verdict import Finding
 
@@ -84,13 +84,14 @@ def _known(
 
 
 def shows(
-    trial: Trial, plant: Callable[[Case, str], Probe], case: Case, *, exact_dots: bool = False
+    trial: Trial, plant: Callable[[Case, str], Probe], case: Case, what: str, *, exact_dots: bool = False
 ) -> Finding:
     """The output on a probe is its closed form, up to the radii that bounds.py derives for its inputs.
 
     Where a stage is declared to be rounded, ``out`` follows from the rounded stage instead.
 
-    exact_dots: no sum of products of this probe is rounded by any accumulator, in whatever order.
+    what: what the probe's inputs are. exact_dots: no sum of products of this probe is rounded by any
+        accumulator, in whatever order.
     """
     if not runnable(trial, case):
         return nothing("the backend does not take the probe")
@@ -100,9 +101,8 @@ def shows(
     inputs = made(plant, case, trial.device).inputs
     output, known = trial.run(inputs), _known(plant, case, trial.device, numerics)
     shapes = trial.problem.output_shapes
-    return worst_of(
-        [within(name, getattr(output, name), want, shapes[name], inputs) for name, want in known.items()]
-    )
+    found = [within(name, getattr(output, name), want, shapes[name], inputs) for name, want in known.items()]
+    return told(what, worst_of(found))
 
 
 def runnable(trial: Trial, case: Case) -> bool:
@@ -275,18 +275,20 @@ def exactly_scaled(case: Case) -> Case:
     return replace(case, kv_scale=KV_SCALE, v_scale=V_SCALE)
 
 
-def payload(case: Case, count: int, width: int, device: str) -> torch.Tensor:
+def payload(case: Case, count: int, width: int, device: str, powers: range = range(-8, -1)) -> torch.Tensor:
     """[count width] float64: four significant bits, so that every format and type holds them exactly.
 
     In tiles of 128 channels with a power of two of their own, each of which has one largest code, so that
     the scale of a tile is a power of two as well; under one scale for all tiles, a single power.
+
+    powers: those of two to choose from; beyond the usual ones not every format and type has them.
     """
     seed, tiles = case.seed, -(-width // 128)
     small = integers(seed, "payload", 15, count, tiles, 128) + 1
     sign = integers(seed, "sign", 2, count, tiles, 128) * 2 - 1
     at = integers(seed, "largest", min(width, 128), count, tiles, 1)
     codes = small.scatter(2, at, 448) * sign
-    power = integers(seed, "power", 7, count, tiles, 1).double() - 8.0
+    power = integers(seed, "power", len(powers), count, tiles, 1).double() + powers.start
     if problem(case.problem).name == "paged_attention" or "fp8_e4m3" in case.cache_format:
         power = torch.full_like(power, -6.0)
     return (codes * torch.exp2(power)).flatten(1)[:, :width].to(device)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from oracles.bounds import ADMISSIBLE, Admissible
-from oracles.compare import identical, within, worst_of
-from oracles.oracle import Trial, private_copy
+from oracles.compare import identical, told, within, worst_of
+from oracles.oracle import Raised, Trial, private_copy
 from oracles.rules import stored
 from oracles.verdict import Finding
 
@@ -41,8 +41,11 @@ def admitted_instead(trial: Trial, inputs: Any, what: str) -> Finding:
     what: what is different about them.
     """
     left = private_copy(inputs)
-    finding = admitted_by_truth(trial, inputs, trial.call(left), left)
-    return finding if finding.ok else replace(finding, detail=f"{what}: {finding.detail}")
+    try:
+        output = trial.call(left)
+    except Raised as error:
+        raise Raised(f"{what}: {error}") from error.__cause__
+    return told(what, admitted_by_truth(trial, inputs, output, left))
 
 
 def rejudged(
@@ -62,5 +65,4 @@ def rejudged(
     again = worst_of([identical(name, getattr(output, name), getattr(first, name)) for name in shapes])
     if again.ok:
         return again
-    finding = admitted_by_truth(trial, inputs, output, left, expected)
-    return finding if finding.ok else replace(finding, detail=f"{what}: {finding.detail}")
+    return told(what, admitted_by_truth(trial, inputs, output, left, expected))

@@ -65,7 +65,7 @@ class Pattern:
 
     def text(self) -> str:
         """Both lines as one."""
-        return f"{self.where}; {self.guess}" if self.guess else self.where
+        return "; ".join(part for part in (self.where, self.guess) if part)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,7 @@ def test_edited_kernels_do_run_under_the_interpreter():
 VALUES_ALONE = {
     "rope_theta",
     "rope_not_rotated",
+    "rope_single_token_not_rotated",
     "rope_turned_back",
     "rope_yarn_ignored",
     "rope_yarn_without_ramp",

@@ -39,9 +39,11 @@ from oracles.probes import (
     value_channels,
     whole,
 )
+from oracles.rules.graded import plant_deep
 from oracles.rules.guard_bands import BAND, guarded
 from oracles.rules.index_range import FAR
-from oracles.rules.needle import candidates
+from oracles.rules.many_requests import BEGINNING, CROWDS
+from oracles.rules.needle import OF_ONE_RANGE, candidates, plant_far
 from oracles.verdict import FAIL, PASS, UNSUPPORTED
 from oracles.verify import backends, judge
 
@@ -270,3 +272,58 @@ def test_configs_of_one_head_and_narrow_ropes_are_probed():
     )
     case = replace(LATENT, config=config, q_lens=(1, 4), kv_lens=(300, 7))
     assert {v.status for v in judge(LATENT_BACKEND, case, oracles=["needle", "census", "single"])} == {PASS}
+
+
+@pytest.mark.parametrize("contract", ATTENTION)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_low_scores_are_lower_than_any_of_float16(contract, dtype, seed):
+    """Whatever the widths, and in the narrowest of formats."""
+    for c, p, r, v in ((16, 8, 4, 12), (128, 32, 16, 48), (512, 128, 64, 128)):
+        config = replace(LATENT.config, kv_lora_rank=c, qk_nope_head_dim=p, qk_rope_head_dim=r, v_head_dim=v)
+        for fmt in ("bf16", "fp8_e4m3"):
+            case = replace(LATENT, problem=contract, config=config, dtype=dtype, cache_format=fmt, seed=seed)
+            inputs, want = plant_deep(exactly_scaled(case), CPU)
+            seen = want["lse"].isfinite()
+            assert seen.any()
+            assert want["lse"][seen].max() < torch.finfo(torch.float16).min
+            assert all(x.isfinite().all() for x in inputs[:2] if isinstance(x, torch.Tensor) and x.dim() == 3)
+
+
+@pytest.mark.parametrize("fmt", sorted({*formats(), "bf16"}.difference(OF_ONE_RANGE)))
+def test_far_values_are_beyond_float16_and_held_exactly(fmt, seed):
+    config = replace(LATENT.config, kv_lora_rank=256)
+    case = exactly_scaled(replace(LATENT, config=config, cache_format=fmt, seed=seed))
+    inputs, want = plant_far(case, CPU)
+    assert want["out"].abs().max() > torch.finfo(torch.float16).max
+    picked_values = set(want["out"].abs().unique().tolist()) - {0.0}
+    assert picked_values <= set(decoded(inputs)[0].abs().unique().tolist())
+
+
+def met_by(rule: str, case: Case) -> list:
+    """The inputs of every run that a rule makes."""
+    met = []
+
+    def fn(*given):
+        met.append(problem(case.problem).inputs(*given))
+        return LATENT_BACKEND.fn(*given)
+
+    verdicts = judge(replace(LATENT_BACKEND, fn=fn, variants={}), case, oracles=[rule])
+    assert {v.status for v in verdicts} == {PASS}
+    return met
+
+
+def test_a_crowd_is_as_large_as_its_seed_says_whatever_the_case():
+    long = replace(LATENT, q_lens=(1, 1), kv_lens=(1031, 1025))
+    for seed, beginning in enumerate(BEGINNING):
+        sizes = [len(inputs.cache_seqlens) for inputs in met_by("many_requests", replace(long, seed=seed))]
+        assert max(sizes) == CROWDS[beginning]
+
+
+def test_pages_of_no_power_of_two_are_among_those_tried():
+    assert [x.kv_cache.shape[1] for x in met_by("page_size", LATENT)] == [16, 32, 24]
+
+
+def test_calls_of_other_sizes_have_nobody_with_a_key_and_nobody_with_a_token():
+    met = met_by("call_sequence", LATENT)
+    assert any(len(x.ql_nope) and not x.cache_seqlens.any() for x in met)
+    assert any(not len(x.ql_nope) and x.cache_seqlens.any() for x in met)

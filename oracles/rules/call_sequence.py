@@ -1,16 +1,20 @@
 """Calls of other sizes in between.
 
-Claim: after the batch in reverse order, and then its first request alone, each call gives that batch's rows,
-    and the first call once more its own.
+Claim: after the batch in reverse order, its first request alone, a step in which nobody has a key and one in
+    which nobody has a token, each call gives that batch's rows, and the first call once more its own.
 Why: a plan, a workspace or a graph that is kept from one call to the next is sized and filled for the call
-    that made it; engines change their batch at every step.
+    that made it; engines change their batch at every step, and a grid of no blocks is an error to launch.
 Exact or bounded: the last call repeats the first bit for bit where the backend repeats itself; the others are
-    within both radii.
-Kills: lengths, plans and outputs that are remembered.
+    within both radii, and rows without a key exact.
+Kills: lengths, plans and outputs that are remembered, steps without work that raise.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 from oracles.oracle import Oracle, Trial, private_copy
-from oracles.probes import ATTENTION, batch, rows_of, runnable, same, whole, with_parts
+from oracles.probes import ATTENTION, Part, batch, lengths, rows_of, runnable, same, whole, with_parts
+from oracles.rejudge import admitted_instead
 from oracles.verdict import Finding
 
 
@@ -29,7 +33,19 @@ def check(trial: Trial) -> Finding:
             finding = same(trial, again, what, exact=False, rows=rows)
             if not finding.ok:
                 return finding
+    for what, parts in idle(trial.inputs):
+        if parts and runnable(trial, with_parts(trial.case, parts)):
+            finding = admitted_instead(trial, batch(trial.inputs, parts), what)
+            if not finding.ok:
+                return finding
     return same(trial, trial.run(private_copy(trial.inputs)), "after other calls", exact=True)
+
+
+def idle(inputs: Any) -> Iterator[tuple[str, list[Part]]]:
+    """Batches of the same requests with nothing to do, and what they are."""
+    sizes = list(enumerate(lengths(inputs)))
+    yield "where nobody has a key", [Part(i, 0, 1, 0) for i, (q_len, _) in sizes if q_len]
+    yield "where nobody has a token", [Part(i, 0, 0, kv_len) for i, (_, kv_len) in sizes]
 
 
 ORACLE = Oracle(
@@ -40,5 +56,7 @@ ORACLE = Oracle(
         "first_output_remembered",
         "lengths_remembered",
         "semaphore_not_reset",
+        "raises_without_keys",
+        "raises_without_tokens",
     ),
 )

@@ -66,7 +66,8 @@ def check(trial: Trial) -> Finding:
             where = place("t h", (row, head), inputs)
             return Finding(
                 ok=False,
-                detail=f"lse does not depend on a key that is seen: tokens {tokens}, {where}",
+                detail=f"lse does not rise where a key that is seen becomes the closest: {where}, of the "
+                f"tokens {tokens} of requests 0 to {len(tokens) - 1}",
                 num_bad=int(still.sum()),
                 num_checked=still.numel(),
             )

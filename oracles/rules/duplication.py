@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
-from oracles.compare import worst_of
+from oracles.compare import told, worst_of
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
@@ -51,7 +51,7 @@ def check(trial: Trial) -> Finding:
         moved = math.log(2.0) if name == "lse" else moved_truth(trial, here[name], there)
         got, other = getattr(again, name), getattr(first, name)[rows]
         findings.append(agree(name, got, other, here[name], there, letters, inputs, moved))
-    return worst_of(findings)
+    return told("with every key twice", worst_of(findings))
 
 
 def _case(case: Case, inputs: Any) -> Case:

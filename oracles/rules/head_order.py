@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oracles.compare import within, worst_of
+from oracles.compare import told, within, worst_of
 from oracles.oracle import Oracle, Trial, private_copy
 from oracles.verdict import Finding
 
@@ -18,18 +18,13 @@ from oracles.verdict import Finding
 def check(trial: Trial) -> Finding:
     """Reverse every axis of heads, run, and reverse the output back."""
     shapes, output = trial.problem.output_shapes, trial.run(_reversed(trial))
-    return worst_of(
-        [
-            within(
-                name,
-                getattr(output, name).flip(_heads(letters)),
-                trial.expected()[name],
-                letters,
-                trial.inputs,
-            )
-            for name, letters in shapes.items()
-        ]
-    )
+    findings = [
+        within(
+            name, getattr(output, name).flip(_heads(letters)), trial.expected()[name], letters, trial.inputs
+        )
+        for name, letters in shapes.items()
+    ]
+    return told("with the heads in reverse order, and back", worst_of(findings))
 
 
 def _reversed(trial: Trial) -> Any:

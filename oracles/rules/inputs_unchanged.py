@@ -7,7 +7,7 @@ Exact or bounded: exact.
 Kills: a kernel that rescales its queries in place, or stores past the end of its rows.
 """
 
-from oracles.compare import identical
+from oracles.compare import identical, told
 from oracles.oracle import Oracle, Trial, named_tensors, storage_bytes
 from oracles.verdict import Finding
 
@@ -21,10 +21,10 @@ def check(trial: Trial) -> Finding:
             continue
         finding = identical(name, left[name], tensor, trial.problem.shapes.get(name, ""), trial.inputs)
         if not finding.ok:
-            return finding
+            return told("a call changed an input", finding)
         storage = identical(f"{name}'s storage", storage_bytes(left[name]), storage_bytes(tensor))
         if not storage.ok:
-            return storage
+            return told("a call changed memory around an input", storage)
         checked += finding.num_checked
     return Finding(ok=True, num_checked=checked)
 

@@ -5,24 +5,32 @@ Claim: in a batch of hundreds of requests over the same pages, each gets the ans
 Why: numbers of splits are chosen by the size of the batch, schedulers keep requests in a warp or a block of
     threads, and tests stop at eight. Pages that many requests share are the prefix that they have in common.
 Exact or bounded: within both radii, since work may be split differently. The newest rows of the requests with
-    the fewest keys are asked for, again and again.
+    the fewest keys are asked for, again and again; where that is too much work, those of four short requests,
+    with few heads, in the smallest of a few models that the backend takes.
 Kills: whatever happens beyond the size of batch that was tried.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mla_ref.case import Case
-from oracles.dimensions import elements
+from mla_ref.problem import problem
+from oracles.dimensions import MODELS, elements
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
     Part,
+    admissible,
+    alike,
     alone,
     batch,
     last_rows,
     made,
     materialized,
     nothing,
+    only,
+    picked,
     rows_of,
     runnable,
     same,
@@ -30,11 +38,13 @@ from oracles.probes import (
 )
 from oracles.verdict import Finding
 
-# More than a block of 256, 128, 64 or 32 threads has; by the seed the first or a later one is begun with.
-CROWDS = (259, 131, 67, 35)
+# More than a block of 1024, 256, 128, 64 or 32 threads has; which one is begun with, by the seed.
+CROWDS = (1031, 259, 131, 67, 35)
+BEGINNING = (4, 3, 2, 1, 4, 3, 2, 0)
 
-# Of all requests, how many of the shortest are asked again and again.
+# Of all requests, how many of the shortest are asked again and again; and those of a smaller case.
 SHORTEST = 4
+SHORT = (1, 17, 64, 65)
 
 # Of ``dimensions.elements``: a few hundred milliseconds on one core.
 MOST = 1_000_000
@@ -42,35 +52,61 @@ MOST = 1_000_000
 
 def check(trial: Trial) -> Finding:
     """Run the crowd, and compare each row with that of its request."""
-    parts = crowd(trial.case, trial.inputs)
-    if not parts:
-        return nothing("no request has a row, or so many of them are too much work")
-    if not runnable(trial, with_parts(trial.case, parts)):
-        return nothing(f"the backend does not take {len(parts)} requests of one row")
-    output = trial.run(made(crowded, trial.case, trial.device))
-    what, rows = f"in a batch of {len(parts)}", rows_of(trial.inputs, parts)
-    return same(trial, output, what, exact=False, rows=rows)
+    if not crowd(trial.inputs, 1):
+        return nothing("no request has a row")
+    for size in CROWDS[BEGINNING[trial.case.seed % len(BEGINNING)] :]:
+        if _fits(trial, trial.case, parts := crowd(trial.inputs, size)):
+            return _as_in_small(trial, trial.case, parts)
+        for case in short(trial.case):
+            if runnable(trial, case) and _fits(trial, case, parts := crowd_of(case, size)):
+                return _as_in_small(trial, case, parts)
+    return nothing(f"the backend does not take {CROWDS[-1]} requests of one row, or they are too much work")
 
 
-def crowd(case: Case, inputs: Any) -> list[Part]:
-    """The newest rows of the requests with the fewest keys, in turn; none if that is too much work."""
+def _fits(trial: Trial, case: Case, parts: list[Part]) -> bool:
+    whole = with_parts(case, parts)
+    return elements(whole) <= MOST and runnable(trial, whole)
+
+
+def _as_in_small(trial: Trial, case: Case, parts: list[Part]) -> Finding:
+    inputs = trial.inputs if case == trial.case else made(materialized, case, trial.device)
+    output = trial.run(batch(inputs, parts))
+    what, rows = f"in a batch of {len(parts)}", rows_of(inputs, parts)
+    if case == trial.case:
+        return same(trial, output, what, exact=False, rows=rows)
+    first = only(trial.run(inputs), rows)
+    expected = {name: picked(x, rows) for name, x in admissible(materialized, trial, case).items()}
+    return alike(trial, output, first, expected, what, exact=False)
+
+
+def crowd(inputs: Any, size: int) -> list[Part]:
+    """The newest rows of the requests with the fewest keys, in turn; none if no request has a row."""
     newest = sorted(alone(inputs, last_rows), key=lambda part: part.kv_len)[:SHORTEST]
-    for size in CROWDS[-1 - case.seed % len(CROWDS) :] if newest else ():
-        parts = [newest[i % len(newest)] for i in range(size)]
-        if elements(with_parts(case, parts)) <= MOST:
-            return parts
-    return []
+    return [newest[i % len(newest)] for i in range(size)] if newest else []
 
 
-def crowded(case: Case, device: str) -> Any:
-    """The crowd as a batch."""
-    inputs = materialized(case, device)
-    return batch(inputs, crowd(case, inputs))
+def crowd_of(case: Case, size: int) -> list[Part]:
+    """The same of a case that ``short`` made, before its inputs are."""
+    return [Part(i % len(SHORT), 0, 1, case.kv_lens[i % len(SHORT)]) for i in range(size)]
+
+
+def short(case: Case) -> Iterator[Case]:
+    """Short requests of one token each, with one head or the case's own, in small models first."""
+    own = case.config
+    dims = own.kv_lora_rank, own.qk_nope_head_dim, own.qk_rope_head_dim, own.v_head_dim
+    for heads in dict.fromkeys((1, own.num_heads)):
+        for c, p, r, v in (*sorted(MODELS, key=sum), dims):
+            config = replace(
+                own, num_heads=heads, kv_lora_rank=c, qk_nope_head_dim=p, qk_rope_head_dim=r, v_head_dim=v
+            )
+            small = replace(case, config=config, q_lens=(1,) * len(SHORT), kv_lens=SHORT, num_kv_heads=1)
+            if problem(case.problem).why_not(small) is None:
+                yield small
 
 
 ORACLE = Oracle(
     name="many_requests",
     check=check,
     problems=ATTENTION,
-    kills=("requests_beyond_a_warp",),
+    kills=("requests_beyond_a_warp", "requests_beyond_a_block"),
 )

@@ -16,9 +16,9 @@ from oracles.probes import ATTENTION, nothing
 from oracles.verdict import Finding
 
 WORDS = {
-    "gain": "the output is too large by a factor of 1 {effect:+.3g}",
-    "slope": "scores are too large by a factor of 1 {effect:+.3g}",
-    "weight": "it has {effect:+.3g} more weight than it should",
+    "gain": "the output is {times:.4g} times what it should be",
+    "slope": "scores are {times:.4g} times what they should be",
+    "weight": "its share of the weights is off by {effect:+.3g}",
 }
 
 

@@ -5,10 +5,12 @@ Claim: where every query is far closer to one key than to all others, the row re
 Why: the other weights underflow to 0, so any key that is lost, moved, read twice or masked wrongly shows as
     another value. The keys stand at the edges of blocks, tiles, halves and quarters; every head looks for
     another one, and scores are in the hundreds, where an exponential without a maximum overflows.
+    Nothing but values are added, so in every second case they go from 2⁻²⁰ to 2²³ where all types have those.
 Exact or bounded: values as for a single key. A key's code is its number in signs, repeated over the channels
     that carry no value; keys that nobody looks for have none. So a score is a count of signs times a power of
     two, which no accumulator rounds up to 256, and lse is within the roundings of the scale and of its base.
-Kills: pages, masks, splits and merges that lose or confuse a key, rescaling that is forgotten, overflow.
+Kills: pages, masks, splits and merges that lose or confuse a key, rescaling that is forgotten, overflow, and
+    a cache that is cast to float16 on its way.
 """
 
 import math
@@ -32,6 +34,7 @@ from oracles.probes import (
     planted,
     shows,
     value_channels,
+    wide,
 )
 from oracles.verdict import Finding
 
@@ -43,17 +46,34 @@ MAX_CANDIDATES = 64
 # Channels of signs whose sums every accumulator holds: bfloat16 has eight bits.
 EXACTLY_SUMMED = 256
 
+# Powers of two of values. Formats that end with float16, at 2¹⁶, or have one scale do not hold the far ones;
+# that of scales which are powers of two begins at 2⁻²².
+FAR, NEAR = range(-20, 15), range(-8, -1)
+OF_ONE_RANGE = ("fp16", "fp8_e4m3")
+
 
 def check(trial: Trial) -> Finding:
     """Run with one key to be found by each row and head."""
     if not code_width(trial.inputs):
         return nothing("without rope channels a key is its value")
     exact_dots = code_width(trial.inputs) <= EXACTLY_SUMMED
-    return shows(trial, plant, exactly_scaled(trial.case), exact_dots=exact_dots)
+    case = trial.case
+    far = case.seed % 2 == 1 and case.cache_format not in OF_ONE_RANGE and wide(trial)
+    probe, what = plant_far if far else plant, "with queries that are close to one key each"
+    return shows(trial, probe, exactly_scaled(case), what, exact_dots=exact_dots)
 
 
 def plant(case: Case, device: str) -> Probe:
-    """The probe of a case."""
+    """The probe of a case, of values that every type holds."""
+    return _planted(case, device, NEAR)
+
+
+def plant_far(case: Case, device: str) -> Probe:
+    """The probe of a case, of values far beyond those of float16."""
+    return _planted(case, device, FAR)
+
+
+def _planted(case: Case, device: str, powers: range) -> Probe:
     inputs = materialized(case, device)
     width, num_heads, starts = code_width(inputs), case.config.num_heads, first_keys(inputs)
     bits = min(width, MAX_CANDIDATES.bit_length() - 1)
@@ -79,7 +99,7 @@ def plant(case: Case, device: str) -> Probe:
     inputs, values = planted(
         asked(inputs, query.to(device)),
         key.to(device),
-        payload(case, starts[-1], value_channels(inputs), device),
+        payload(case, starts[-1], value_channels(inputs), device, powers),
     )
     found = (picked >= 0).to(device)
     if not starts[-1]:
@@ -134,5 +154,6 @@ ORACLE = Oracle(
         "splits_exchanged",
         "one_element_five_percent",
         "logarithm_of_two_to_four_digits",
+        "cache_cast_to_float16",
     ),
 )

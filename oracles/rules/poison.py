@@ -85,5 +85,6 @@ ORACLE = Oracle(
         "paged_tail_unmasked",
         "read_from_a_blocks_start",
         "read_unused_scale",
+        "dead_slots_known_by_nan",
     ),
 )

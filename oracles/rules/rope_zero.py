@@ -19,7 +19,7 @@ from oracles.verdict import Finding
 
 def check(trial: Trial) -> Finding:
     """Run with every token at position 0."""
-    return shows(trial, plant, trial.case)
+    return shows(trial, plant, trial.case, "with every token at position 0")
 
 
 def plant(case: Case, device: str) -> Probe:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
-from oracles.compare import worst_of
+from oracles.compare import told, worst_of
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     LATENT,
@@ -55,7 +55,7 @@ def check(trial: Trial) -> Finding:
         )
         got, want = getattr(again, name), getattr(first, name)
         findings.append(agree(name, got, want, here[name], there[name], letters, after, moved))
-    return worst_of(findings)
+    return told(f"with {added(case) * after.softmax_scale:.9g} more on every score", worst_of(findings))
 
 
 def added(case: Case) -> float:

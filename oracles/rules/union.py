@@ -14,7 +14,7 @@ import torch
 
 from mla_ref.case import Case
 from oracles.bounds import merge_of
-from oracles.compare import worst_of
+from oracles.compare import told, worst_of
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
@@ -57,7 +57,7 @@ def check(trial: Trial) -> Finding:
         moved = moved_truth(trial, here, getattr(truth, name)) if name == "out" else 0.0
         whole = getattr(trial.run(trial.inputs), name)[rows]
         findings.append(agree(name, whole, there.mid, here, there, letters, inputs, moved))
-    return worst_of(findings)
+    return told("beside the merge of two halves", worst_of(findings))
 
 
 def _in_halves(x: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,7 @@ ORACLE = Oracle(
         "rope_half_split",
         "rope_theta",
         "rope_not_rotated",
+        "rope_single_token_not_rotated",
         "rope_position_late",
         "rope_turned_back",
         "rope_yarn_ignored",

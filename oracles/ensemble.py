@@ -61,7 +61,8 @@ def readings(
     sums: dict[str, _Stacked] = {}
     count = sum(sample.out.numel() for sample in found)
     for number, sample in enumerate(found):
-        members = torch.stack(list(_members(sample, numerics, query, f"{seed}/{number}")))
+        exact = torch.stack(list(_members(sample, numerics, query, f"{seed}/{number}")))
+        members = nearest(exact, query)
         roundoff = number_format(numerics.p, query).roundoff
         for name, part in _statistics(sample, of(got, sample), members, roundoff).items():
             before = sums.get(name)
@@ -105,7 +106,7 @@ def _statistics(
 
 
 def _members(sample: Sample, numerics: Numerics, query: torch.dtype, seed: str) -> Iterator[torch.Tensor]:
-    """What MEMBERS right kernels return for the rows [n v]."""
+    """What MEMBERS right kernels return for the rows [n v], before it is rounded to the output's type."""
     top = sample.scores.amax(-1, keepdim=True)
     raised = torch.exp(sample.scores - top)
     deltas = [
@@ -119,7 +120,7 @@ def _members(sample: Sample, numerics: Numerics, query: torch.dtype, seed: str) 
             error = torch.cat([error[:, :half], moved[number - 1][:, half:]], dim=1)
         if numerics.sum_rounded_p or (numerics.sum_rounded_p is None and number % 2):
             error = error - sample.out * delta.sum(-1, keepdim=True)
-        yield nearest(sample.out + error, query)
+        yield sample.out + error
 
 
 def _relative(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -37,7 +37,7 @@ def find_backend(spec: str) -> Backend:
     """A backend by name ("mla_fast.triton_decode"), or a stranger's as "module:ATTRIBUTE".
 
     A name is a module that defines BACKEND.
-    Raises: ValueError in one line: no such module, no such attribute, or no Backend.
+    Raises: ValueError in one line: no such module, no such attribute, no Backend, or of no problem.
     """
     module, _, attribute = spec.partition(":")
     attribute = attribute or "BACKEND"
@@ -49,6 +49,10 @@ def find_backend(spec: str) -> Backend:
         raise ValueError(f"backend {spec!r}: {module} has no {attribute}")
     if not isinstance(found, Backend):
         raise ValueError(f"backend {spec!r}: {attribute} is {type(found).__name__}, not a Backend")
+    try:
+        problem(found.problem)
+    except ValueError as error:
+        raise ValueError(f"backend {spec!r}: {error}") from None
     return found
 
 

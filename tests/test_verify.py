@@ -77,6 +77,14 @@ def test_a_backend_that_is_not_there(spec, message):
     assert "\n" not in str(raised.value)
 
 
+def test_a_strangers_backend_of_no_problem_is_refused_before_anything_runs(monkeypatch):
+    module = ModuleType("stranger")
+    module.BACKEND = replace(backend(right), problem="latent")
+    monkeypatch.setitem(sys.modules, "stranger", module)
+    with pytest.raises(ValueError, match=r"^backend 'stranger': problem 'latent' is not one of attention, "):
+        find_backend("stranger")
+
+
 def test_a_wrong_question_is_refused():
     with pytest.raises(ValueError, match="implements latent_attention, but the case is of attention"):
         judge(backend(right), replace(CASE, problem="attention"))

@@ -4,6 +4,7 @@ Claim: one query over tens of thousands of keys, and tens of thousands of tokens
     queries, give what they may give like any other.
 Why: tests stop at a thousand tokens. Beyond it are counters of 16 bits, grids of 65,535 rows, workspaces and
     split counts that were sized for less, and schedules that nobody has run.
+    One key of thousands may weigh next to nothing, so a second query is close to the newest one alone.
 Exact or bounded: within the bounds of the truth. Of a few lengths, of which a case's seed leaves out some,
     the longest is tried whose inputs are no more than some millions of elements, with one head, in the
     smallest of a few models that the backend takes.
@@ -16,10 +17,12 @@ from dataclasses import replace
 
 from mla_ref.case import Case
 from mla_ref.problem import problem
+from oracles.compare import told
 from oracles.dimensions import MODELS, elements
 from oracles.oracle import Oracle, Trial
 from oracles.probes import ATTENTION, made, materialized, nothing, runnable
 from oracles.rejudge import admitted_instead
+from oracles.rules import needle
 from oracles.verdict import Finding
 
 # Beyond 2¹⁶, 2¹⁵, 2¹³, 2¹², no multiple of any tile. The first and the last end with a single key in the
@@ -38,8 +41,11 @@ def check(trial: Trial) -> Finding:
     case = next((case for case in longer(trial.case) if runnable(trial, case)), None)
     if case is None:
         return nothing("the backend takes no long request of one head")
-    inputs = made(materialized, case, trial.device)
-    return admitted_instead(trial, inputs, f"with {max(*case.q_lens, *case.kv_lens)} tokens")
+    inputs, what = made(materialized, case, trial.device), f"with {max(*case.q_lens, *case.kv_lens)} tokens"
+    finding = admitted_instead(trial, inputs, what)
+    if not finding.ok or case.problem not in ATTENTION:
+        return finding
+    return told(what, needle.check(replace(trial, case=case, inputs=inputs)))
 
 
 def longer(case: Case) -> Iterator[Case]:

@@ -1,5 +1,6 @@
-"""``mla-verify report``: a run as one page of HTML."""
+"""``mla-verify report``: a run as one page of HTML, and as a few figures in JSON."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -7,21 +8,32 @@ import typer
 
 from oracles.exits import UsageError
 from oracles.report import page
+from oracles.summary import summary
 
 MISSING = "needs jinja2 and matplotlib: pip install 'mla-verify[report]'"
 
 
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory, or what `run --json` wrote.")],
-    html: Annotated[Path, typer.Option(help="The page to write.")],
+    html: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="The counts to write, as JSON.")] = None,
     title: Annotated[str, typer.Option(help="Its heading; else the run's name.")] = "",
 ) -> int:
-    """Write a run as one page of HTML that stands alone: no script, and nothing to load."""
+    """Write a run as one page of HTML that stands alone, or its counts as JSON.
+
+    The page has no script, and nothing to load.
+    """
+    if html is None and as_json is None:
+        raise UsageError("report: nothing to write: name --html FILE, --json FILE or both")
     try:
-        html.write_text(page(run, title), encoding="utf-8")
+        if as_json is not None:
+            as_json.write_text(json.dumps(summary(run), indent=1) + "\n", encoding="utf-8")
+            typer.echo(as_json)
+        if html is not None:
+            html.write_text(page(run, title), encoding="utf-8")
+            typer.echo(html)
     except ImportError as error:
         raise UsageError(f"report: {MISSING} ({error})") from None
     except (ValueError, OSError) as error:
         raise UsageError(f"report: {error}") from None
-    typer.echo(html)
     return 0

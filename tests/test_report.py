@@ -284,3 +284,23 @@ def test_the_template_escapes_everything():
     source = TEMPLATE.read_text(encoding="utf-8")
     assert "|safe" not in source.replace(" ", "")
     assert "autoescape" not in source
+
+
+def test_counts_are_written_for_programs(tmp_path, capsys):
+    other = replace(CASE, kv_lens=(50, 70))
+    far = replace(PASSED, worst=replace(WORST, ratio=float("inf")), oracle="lse", status="fail")
+    path = written(
+        tmp_path, PASSED, replace(PASSED, case=other), far, FAILED, replace(IDLE, backend="right"), IDLE
+    )
+    assert main(["report", str(path), "--json", str(tmp_path / "counts.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'counts.json'}\n"
+    found = json.loads((tmp_path / "counts.json").read_text(encoding="utf-8"))
+    right, wrong, idle = (found["backends"][name] for name in ("right", "wrong", "far"))
+    assert right == {
+        "problem": CASE.problem, "cases": 2, "claims_held": 2, "claims_failed": 1, "claims_not_run": 1,
+        "largest_error_over_bound": {"value": 0.5},
+    }  # fmt: skip
+    assert (wrong["claims_failed"], wrong["cases"]) == (1, 1)
+    assert (idle["claims_not_run"], idle["cases"]) == (1, 0)
+    assert main(["report", str(path)]) == 2
+    assert "nothing to write" in capsys.readouterr().err

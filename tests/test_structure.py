@@ -71,7 +71,7 @@ def test_the_reference_needs_torch_alone():
 
 def test_optional_packages_are_imported_where_they_are_used():
     """A module of the house imports with its required dependencies alone: no extra at its top level."""
-    always = {"torch", "numpy", "typer", "rich", *PACKAGES} | sys.stdlib_module_names
+    always = {"torch", "numpy", "typer", "rich", "packaging", *PACKAGES} | sys.stdlib_module_names
     for path in sources("mla_ref", "mla_fast", "oracles"):
         if path.parent.name == "mla_fast" and path.name.startswith("_"):
             continue  # jitted halves, imported by their launchers on first call

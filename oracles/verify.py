@@ -242,7 +242,8 @@ def _check(trial: Trial, oracle: Oracle, variant: str, device: str) -> Verdict:
         status, finding = ERROR, Finding(ok=False, detail=str(error))
     seconds = time.perf_counter() - start
     pattern = None if finding.ok or finding.pattern is None else finding.pattern()
-    detail = f"{finding.detail}. Bad: {pattern.text()}" if pattern else finding.detail
+    where = pattern.text() if pattern else ""
+    detail = f"{finding.detail}. Bad: {where}" if where else finding.detail
     return replace(
         _verdict(status, trial.backend, variant, oracle, trial.case, device, detail, finding, seconds),
         pattern=pattern,

@@ -85,6 +85,17 @@ def test_a_strangers_backend_of_no_problem_is_refused_before_anything_runs(monke
         find_backend("stranger")
 
 
+def test_where_nothing_can_be_said_of_the_bad_elements_nothing_is():
+    def off(*args):
+        out, lse = right(*args)
+        return AttentionOutput(out, 4 * lse + 1)
+
+    one = replace(CASE, q_lens=(1,), kv_lens=(1,), config=replace(CASE.config, num_heads=1))
+    (verdict,) = judge(backend(off), one, oracles=["lse"])
+    assert (verdict.status, verdict.pattern.text()) == (FAIL, "")
+    assert verdict.detail.endswith("× the bound)")
+
+
 def test_a_wrong_question_is_refused():
     with pytest.raises(ValueError, match="implements latent_attention, but the case is of attention"):
         judge(backend(right), replace(CASE, problem="attention"))

@@ -277,6 +277,22 @@ def _versions(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _sections(host: list[Line], said: Mapping[str, Any], seconds: float) -> Iterator[tuple[str, list[Line]]]:
+    """Each as soon as it is known: imports may take their time."""
+    yield "machine", host
+    yield "libraries", libraries(seconds)
+    for device in ("cpu", *(["cuda"] if said.get("available") else [])):
+        yield f"backends on {device}", backends(device, 2 * seconds)
+    yield "extras", extras()
+
+
+def _table(title: str, lines: Sequence[Line]) -> Table:
+    table = Table(title, "", "", "", box=None, header_style="bold", pad_edge=False)
+    for line in lines:
+        table.add_row(*map(cell, line))
+    return table
+
+
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     seconds: Annotated[float, typer.Option(min=1, help="The longest that one import may take.")] = 60.0,
@@ -285,27 +301,17 @@ def doctor(
 
     Exit code 0, whatever is missing or broken.
     """
+    console, data = to_stdout(), {}
     host, said = machine(seconds)
-    devices = ["cpu", *(["cuda"] if said.get("available") else [])]
-    asked = {device: backends(device, 2 * seconds) for device in devices}
-    sections = {
-        "machine": host,
-        "libraries": libraries(seconds),
-        **{f"backends on {device}": lines for device, lines in asked.items()},
-        "extras": extras(),
-    }
+    for title, lines in _sections(host, said, seconds):
+        data[title] = [line._asdict() for line in lines]
+        if not as_json:
+            console.print(_table(title, lines))
+            console.print()
     hints = advice(_versions(("triton", "numpy")), said, os.environ, _has_driver())
     if as_json:
-        data = {name: [line._asdict() for line in lines] for name, lines in sections.items()}
         typer.echo(json.dumps(data | {"advice": hints}))
         return 0
-    console = to_stdout()
-    for title, lines in sections.items():
-        table = Table(title, "", "", "", box=None, header_style="bold", pad_edge=False)
-        for line in lines:
-            table.add_row(*map(cell, line))
-        console.print(table)
-        console.print()
     for hint in hints:
         write(console, f"note: {hint}")
     return 0

@@ -18,10 +18,11 @@ with the values, and summed unrounded. Exponentials are base 2, of scores times 
 Order of accumulation: per row, blocks from the last to the first; a running state enters at the end.
 
 The maximum is lazy: it moves only when a score exceeds it by more than ``SLACK`` (in powers of two), so
-weights reach 2 ** SLACK and the accumulators are hardly ever rescaled. Neither changes a rounding: weights
-are floating point, and a factor of 1 is exact. So a block's exponents are made with the maximum that is
-there, each thread finds its own largest, and a warp where none exceeds the slack has no maximum to find: it
-exchanges nothing between threads, and its exponentials wait for nothing.
+weights reach 2 ** SLACK and the accumulators are hardly ever rescaled. A weight's rounding is relative to
+itself whatever the maximum; but where one key outweighs all others, its weight is 1, which is exact, only if
+the maximum is its own. A block's exponents are made with the maximum that is there, each thread finds its
+own largest, and a warp where none exceeds the slack has no maximum to find: it exchanges nothing between
+threads, and its exponentials wait for nothing.
 """
 
 import struct

@@ -4,7 +4,8 @@ Version: flashinfer-python 0.6.6, whose kernels are compiled on first use, which
 FlashInfer's own choice: "fa3" on Hopper, "fa2" elsewhere; the variant ``fa2`` asks for that one.
 Conversions: latent and rope parts of the cache are two views of it; the block table becomes the list of live
 pages; lengths are read back, since the plan is made on the host. ``lse`` is asked for in base e. Rows without
-a key are answered for here: FlashInfer masks with a finite number, and their ``lse`` is finite there.
+a key are answered for here: FlashInfer masks with a finite number, and their ``lse`` is finite there. For the
+same reason a row whose scores are all below -5e4 gets the ``lse`` of that number, which nothing here mends.
 Not supported: widths other than 512 + 64, other types than bfloat16, entries not aligned to 16 bytes.
 """
 

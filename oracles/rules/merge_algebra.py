@@ -24,7 +24,7 @@ from oracles.verdict import Finding
 
 # How many empty states are put in front, by the seed; of all states no more elements than that.
 IN_FRONT = (1, 5, 33, 258)
-MOST = 1_000_000
+MOST = 4_000_000
 
 
 def check(trial: Trial) -> Finding:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mla_fast import (
+    flash_attn_2,
     flash_attn_3,
     flash_attn_3_paged,
     flash_attn_3_varlen,
@@ -37,6 +38,13 @@ UNIFORM = Case(problem="latent_attention", config=CONFIG, q_lens=(2, 2, 2), kv_l
 RAGGED = replace(UNIFORM, q_lens=(1, 0, 3), kv_lens=(130, 64, 2), block_size=16)
 EXPANDED = replace(UNIFORM, problem="attention")
 ORACLES = ("value", "lse", "empty_rows", "poison", "inputs_unchanged")
+VARLEN = (
+    {},
+    {"q_lens": (1, 0, 3), "kv_lens": (130, 64, 2)},
+    {"q_lens": (7, 7), "kv_lens": (7, 19)},
+    {"kv_lens": (0, 0, 0)},
+    {"q_lens": (0, 0, 0)},
+)
 
 
 def attend(
@@ -144,9 +152,36 @@ def stand_in_varlen(
 
 def test_flash_attn_3_varlen(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     install(monkeypatch, flash_attn_3.CONTIGUOUS, flash_attn_varlen_func=stand_in_varlen)
-    for lens in ({}, {"q_lens": (1, 0, 3), "kv_lens": (130, 64, 2)}, {"kv_lens": (0, 0, 0)}):
+    for lens in VARLEN:
         case = replace(EXPANDED, seed=seed, **lens)
         assert verdicts(flash_attn_3_varlen.BACKEND, case) == {}
+
+
+def stand_in_flash_attn_2(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, scale):
+    """One width for keys and values, lse [h t], +inf on a row without a key; no blocks, no launch."""
+    assert causal
+    assert k.shape == v.shape
+    if not max_q or not max_k:
+        raise RuntimeError("CUDA error: invalid argument")
+    out, lse = stand_in_varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale, True, True)
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), None, None, None
+
+
+def test_flash_attn_2_of_torch(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", stand_in_flash_attn_2)
+    for lens in VARLEN:
+        case = replace(EXPANDED, seed=seed, **lens)
+        assert verdicts(flash_attn_2.BACKEND, case) == {}
+
+
+def test_flash_attn_2_of_its_own_package(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    def flash_attn_varlen_func(*args, softmax_scale, causal, return_attn_probs):
+        assert return_attn_probs
+        return stand_in_flash_attn_2(*args, 0.0, causal, False, softmax_scale)[:3]
+
+    install(monkeypatch, "flash_attn")
+    install(monkeypatch, flash_attn_2.MODULE, flash_attn_varlen_func=flash_attn_varlen_func)
+    assert verdicts(flash_attn_2.BACKEND, replace(EXPANDED, seed=seed)) == {}
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
@@ -231,6 +266,9 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
         ),
         (flash_attn_3_varlen.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
         (flash_attn_3_varlen.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
+        (flash_attn_2.BACKEND, replace(EXPANDED, config=replace(CONFIG, v_head_dim=200)), "x=192, v=200"),
+        (flash_attn_2.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
+        (flash_attn_2.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
         (flash_attn_3.BACKEND, replace(UNIFORM, config=replace(CONFIG, qk_rope_head_dim=0)), "r=0"),
         (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float32"), "float32 queries"),
         (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float16", cache_format="fp16"), "without float16"),

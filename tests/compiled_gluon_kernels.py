@@ -36,6 +36,7 @@ class Loop(NamedTuple):
     copies: int
     local_loads: int
     local_stores: int
+    expansions: int
 
 
 def loops(cubin: bytes) -> list[Loop]:
@@ -52,9 +53,8 @@ def loops(cubin: bytes) -> list[Loop]:
         branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         if branch and int(branch[1], 16) < address:
             body = [t for a, t in code if int(branch[1], 16) <= a <= address]
-            count = [
-                sum(bool(re.search(p, t)) for t in body) for p in ("HGMMA", "UTMALDG", r"\bLDL", r"\bSTL")
-            ]
+            of = ("HGMMA", "UTMALDG", r"\bLDL", r"\bSTL", r"F2FP\.F16\.E4M3")
+            count = [sum(bool(re.search(p, t)) for t in body) for p in of]
             found.append(Loop(len(body), *count))
     return sorted(found)
 

@@ -51,41 +51,44 @@ def case(name: str, seed: int) -> Case:
     )  # fmt: skip
 
 
-# The left half of K1 is free when K0's has been expanded, and not before.
-EXPAND = """\
-            _expand_half(s_left.index(0), b_00, b_01, bar_l_raw.index(0), bar_l.index(0), phase)
+# The right half of K0 is free when P0 V0 is there, and not before.
+MULTIPLIED = """\
+            b_o = warpgroup_mma_wait(0, deps=(b_o,))
+            gl.thread_barrier()
 """
-COPY = """\
-            pages = _pages(table, 2 * i + 1, kv_len, PAGE)
-            mbarrier.wait(bar_l_free.index(1), free)
-            mbarrier.expect(bar_l_raw.index(1), BLOCK * HALF + ROPE_BYTES)
-            _copy(kv, pages, 2 * i + 1, 0, bar_l_raw.index(1), _codes(s_left.index(1)), PAGE)
-            _copy(
-                kv_pe, pages, 2 * i + 1, ROPE_AT, bar_l_raw.index(1), _rope_codes(s_pe.index(1), TILED), PAGE
-            )
+COPIED = """\
+            _copy_half_and_rope(
+                kv, kv_pe, pages, 2 * i + 2, 256, bar_r_raw.index(0), s_right.index(0), s_pe.index(0),
+                i + 1 < last, PAGE,
+            )  # fmt: skip
 """
-EXPANDED_THEN_COPIED = (
-    EXPAND
-    + """\
-            # The left half lets go of K1 when it has begun with K0's scores, which needs what was just made.
-"""
-    + COPY
-)
-COPIED_THEN_EXPANDED = COPY.replace("free)", "free, pred=False)") + EXPAND
 
 # Edits of the kernel's source, and the case whose verdict must notice.
 PLANTED = {
     "codes_read_before_they_land": (
-        "    mbarrier.wait(bar_raw, phase)\n    b_code = s_codes", "    b_code = s_codes", "two_parts",
+        "    mbarrier.wait(bar_raw, phase)\n    b_code_0 = s_codes.slice(0, TILE, dim=1).load(L)\n",
+        "    b_code_0 = s_codes.slice(0, TILE, dim=1).load(L)\n    mbarrier.wait(bar_raw, phase)\n",
+        "two_parts",
     ),
     "codes_of_the_wrong_tile": (
         "slice(0, TILE, dim=1).load(L)", "slice(TILE, TILE, dim=1).load(L)", "two_parts",
     ),
-    "copied_while_in_use": (EXPANDED_THEN_COPIED, COPIED_THEN_EXPANDED, "peaky"),
-    "scales_of_the_wrong_tile": ("b_1, b_3 = b_odd.split()", "b_3, b_1 = b_odd.split()", "two_parts"),
+    "copied_while_in_use": (MULTIPLIED + COPIED, COPIED + MULTIPLIED, "peaky"),
+    "last_product_of_the_item_left_out": (
+        "b_o = warpgroup_mma(s_pe.index(1), s_left.index(1), b_o, is_async=True)\n"
+        "        b_o = warpgroup_mma_wait(0, deps=(b_o,))\n        mbarrier.arrive(bar_done)",
+        "mbarrier.arrive(bar_done)", "tiny",
+    ),
+    "left_sums_in_the_old_frame": ("            b_l = b_l * b_beta\n", "", "peaky"),
+    "right_output_in_the_old_frame": (
+        "            b_o = _rescaled(b_o, b_alpha)\n            b_o = warpgroup_mma(s_p0",
+        "            b_o = warpgroup_mma(s_p0", "peaky",
+    ),
+    "scales_of_the_wrong_tile": ("gl.load(p_row + T, mask", "gl.load(p_row + (2 - T), mask", "two_parts"),
     "scales_of_the_wrong_page": ("o_token // PAGE, mask", "o_token // (2 * PAGE), mask", "pages_of_16"),
+    "scales_of_the_block_before": ("table, 2 * i + 2, kv_len, 0", "table, 2 * i, kv_len, 0", "peaky"),
     "rope_left_as_codes": (
-        "_expand_rope(s_pe.index(1), b_10, bar_l_raw.index(1), phase)", "pass", "one_scale",
+        "_expand_rope(s_pe.index(1), b_0, bar_l_raw.index(1), phase)", "pass", "one_scale",
     ),
 }  # fmt: skip
 

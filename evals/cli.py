@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.exceptions import Abort, TyperException
@@ -178,15 +179,17 @@ def survey(
 ) -> None:
     """Try every fast path, each in a process of its own; print lm_eval's tables and the paired decisions.
 
-    Exit code: 0 if every path that ran passes, 1 if one fails, 2 if one is inconclusive, 3 if none ran.
+    Cut short, by Ctrl-C or SIGTERM, it prints what it has.
+    Exit code: 0 if every path that ran passes, 1 if one fails, 2 if one is inconclusive, 3 if none ran, 130
+    if it was cut short.
     """
     from evals import survey as surveys
 
+    record, stopped = None, False
     with _refusing("survey"):
         chosen = _chosen(surveys.PATHS, only or [])
-        folder = _checkpoint(checkpoint)
-        for record in surveys.survey(
-            folder,
+        running = surveys.survey(
+            _checkpoint(checkpoint),
             chosen,
             questions,
             out,
@@ -195,15 +198,55 @@ def survey(
             margin=margin,
             jobs=jobs,
             seconds=seconds,
-        ):
-            typer.echo(f"{len(record['paths'])} of {len(chosen)} paths", err=True)
-            if json_file is not None:
-                text = json.dumps(record, indent=1, allow_nan=False)
-                json_file.write_text(f"{text}\n", encoding="utf-8")
+        )
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` gets its table, too
+        try:
+            for record in running:
+                ended = sum(row.get("reason") != surveys.PENDING for row in record["paths"])
+                typer.echo(f"{ended} of {len(chosen)} paths", err=True)
+                if json_file is not None:
+                    _write(json_file, record)
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if record is not None:
+        typer.echo(surveys.markdown(record))
+    if stopped or record is None:
+        typer.echo("survey: interrupted; the same command goes on", err=True)
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(_code(record))
+
+
+@app.command()
+def rejudge(
+    record_file: Annotated[Path, typer.Argument(metavar="RECORD", help="What survey --json wrote.")],
+    checkpoint: Folder,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the record here.")] = None,
+) -> None:
+    """Hold what a survey found to the limits that the checkpoint has now; nothing is measured.
+
+    Exit code: as that of survey.
+    """
+    from evals import survey as surveys
+
+    with _refusing("rejudge"):
+        record = surveys.again(json.loads(record_file.read_text(encoding="utf-8")), _checkpoint(checkpoint))
+        if json_file is not None:
+            _write(json_file, record)
     typer.echo(surveys.markdown(record))
+    raise typer.Exit(_code(record))
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    file.write_text(f"{json.dumps(record, indent=1, allow_nan=False)}\n", encoding="utf-8")
+
+
+def _code(record: dict[str, Any]) -> int:
+    """The worst outcome's."""
     found = {row["outcome"] for row in record["paths"] if "outcome" in row}
     worst = next((outcome for outcome in ("FAIL", "INCONCLUSIVE", "PASS") if outcome in found), "")
-    raise typer.Exit(EXIT[worst] if worst else REFUSED)
+    return EXIT[worst] if worst else REFUSED
 
 
 def _chosen(paths: dict[str, str], only: list[str]) -> dict[str, str]:

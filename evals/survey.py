@@ -6,6 +6,7 @@ other its result. The record is written anew as each of them ends.
 
 import importlib.metadata
 import json
+import math
 import subprocess
 import sys
 import time
@@ -15,15 +16,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evals.parity import compare, table
-from evals.path import REFERENCE, AttentionPath
+from evals.parity import Comparison, compare, finite, table
+from evals.path import REFERENCE, AttentionPath, parse
 from evals.runs import load
-from evals.statistics import PASS
+from evals.statistics import PASS, Decision, Paired
 from evals.task import TASK
-from evals.trial import MARGIN, Line, measured_noise, run_folder
+from evals.trial import MARGIN, MEASURES, Line, costs, decided, limits, measured_noise, run_folder
 
 FILTERS = ("strict-match", "flexible-extract")  # the first decides
 FLIPS = 10  # that are kept of each path
+PENDING = "had not ended when this was written"
 PACKAGES = ("torch", "triton", "transformers", "lm_eval")
 
 SERVED = "block_size=64 chunk=256"
@@ -61,32 +63,40 @@ def survey(
     jobs: int = 1,
     seconds: float = 600.0,
 ) -> Iterator[dict[str, Any]]:
-    """The record after each path that came to an end; the last one holds them all, in the order of ``paths``.
+    """The record at the beginning and after each path that came to an end, with a row for every path.
 
     paths: name -> path as it is printed, the reference included, which is begun first. out: where lm_eval's
     runs are kept; those that are finished are not asked again, and one that was cut short goes on. A path
     that is through its own questions waits for the reference, and asks it where nobody does.
-    jobs: processes at a time. seconds: the longest that one of them may take, waiting included.
+    jobs: processes at a time. seconds: the longest that one of them may take, waiting included. Who stops to
+    iterate ends the processes that run; the same ``out`` goes on where they were.
 
     Raises: ValueError if the checkpoint's noise was not measured, or the reference is not among the paths.
     """
     if REFERENCE not in paths:
         raise ValueError(f"paths: {REFERENCE} is not among {', '.join(paths)}")
-    rows: dict[str, dict[str, Any]] = {}
+    rows = {name: {"name": name, "path": path, "reason": PENDING} for name, path in paths.items()}
+    children: list[subprocess.Popen[str]] = []
     record = _about(folder, questions, device, model_dtype, margin)
     command = [sys.executable, "-m", "evals", "trial", str(folder), "--json", "--device", device]
     command += ["--model-dtype", model_dtype, "--questions", str(questions), "--margin", str(margin)]
     command += ["--out", str(out)]
 
     def ended(name: str) -> dict[str, Any]:
-        return {"name": name} | _trial([*command, "--path", paths[name]], seconds, out, margin)
+        return {"name": name} | _trial([*command, "--path", paths[name]], seconds, out, margin, children)
 
+    yield record | {"paths": [*rows.values()]}
     with ThreadPoolExecutor(jobs) as pool:
         order = sorted(paths, key=lambda name: name != REFERENCE)
         running = {pool.submit(ended, name): name for name in order}
-        for future in as_completed(running):
-            rows[running[future]] = future.result()
-            yield record | {"paths": [rows[name] for name in paths if name in rows]}
+        try:
+            for future in as_completed(running):
+                rows[running[future]] = future.result()
+                yield record | {"paths": [*rows.values()]}
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.kill()
 
 
 def _about(folder: Path, questions: int, device: str, model_dtype: str, margin: float) -> dict[str, Any]:
@@ -109,18 +119,27 @@ def _about(folder: Path, questions: int, device: str, model_dtype: str, margin: 
     }
 
 
-def _trial(command: Sequence[str], seconds: float, out: Path, margin: float) -> dict[str, Any]:
-    """One path's row: what its process printed, and both filters of its run beside the reference's."""
+def _trial(
+    command: Sequence[str], seconds: float, out: Path, margin: float, children: list[subprocess.Popen[str]]
+) -> dict[str, Any]:
+    """One path's row: what its process printed, and both filters of its run beside the reference's.
+
+    children: where the process is kept, for whoever has to end it.
+    """
     begun = time.monotonic()
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children.append(child)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        printed, complaint = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
         return {"path": command[-1], "reason": f"not ended after {seconds:.0f} s"}
     row: dict[str, Any] = {"path": command[-1], "seconds": round(time.monotonic() - begun, 1)}
     try:
-        found = json.loads(done.stdout)
+        found = json.loads(printed)
     except ValueError:  # it was refused, or ended on an error: exit code 1 is then no verdict
-        said = done.stderr.strip().splitlines() or [f"ended with {done.returncode} and no word"]
+        said = complaint.strip().splitlines() or [f"ended with {child.returncode} and no word"]
         return row | {"reason": said[-1].removeprefix("trial: ").removeprefix("path: ")}
     row |= {key: found[key] for key in ("outcome", "reason", "lines", "place")}
     return row | _answers(out, AttentionPath(**found["path"]), margin)
@@ -133,6 +152,39 @@ def _answers(out: Path, path: AttentionPath, margin: float) -> dict[str, Any]:
         one = asdict(compare(baseline, candidate, name, margin))
         filters[name] = one | {"flips": one["flips"][:FLIPS]}
     return {"table": table(candidate), "filters": filters}
+
+
+def again(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The record decided anew: what was found in it, beside the limits that its checkpoint has now.
+
+    A path of the survey that is not in the record gets a row that says so.
+
+    Raises: ValueError if the record is of other weights.
+    """
+    noise = measured_noise(folder, record.get("model_dtype", "float32"))
+    if record["sha256"] != noise["sha256"]:
+        raise ValueError(
+            f"record: is of weights {record['sha256'][:12]}…, {folder} has {noise['sha256'][:12]}…"
+        )
+    rows = {row["name"]: _again(row, noise) if "outcome" in row else row for row in record["paths"]}
+    missing = {name: {"name": name, "path": PATHS[name], "reason": PENDING} for name in PATHS}
+    return {**record, "paths": [*(missing | rows).values()]}
+
+
+def _again(row: Mapping[str, Any], noise: Mapping[str, Any]) -> dict[str, Any]:
+    path = parse(row["path"])
+    allowed = dict.fromkeys(MEASURES, math.nan) | (limits(noise, path) or {})
+    cost = costs(noise, path) or {}
+    lines = []
+    for each in row["lines"]:
+        limit = (cost if each["tier"] == "T2 cost" else allowed)[each["measure"]]
+        found = math.inf if each["found"] is None else each["found"]
+        lines.append(Line(tier=each["tier"], measure=each["measure"], found=found, limit=limit))
+    one = row["filters"][FILTERS[0]]
+    paired = Comparison(**one | {"pair": Paired(**one["pair"]), "decision": Decision(**one["decision"])})
+    outcome, reason = decided(path, lines, paired, row["place"])
+    new: dict[str, Any] = finite({"lines": [asdict(line) for line in lines]})
+    return {**row, **new, "outcome": outcome, "reason": reason}
 
 
 def markdown(record: Mapping[str, Any]) -> str:

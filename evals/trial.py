@@ -307,55 +307,51 @@ def judge(
     paired = None
     if questions:
         paired = accuracy(folder, path, questions, out, margin, device, model_dtype)
-    return Outcome(path=path, lines=lines, place=seen.place, accuracy=paired,
-                   **_decide(path, lines, allowed is not None, paired, seen, apart))  # fmt: skip
+    outcome, reason = decided(path, lines, paired, seen.place, apart.first)
+    return Outcome(path=path, lines=lines, place=seen.place, accuracy=paired, outcome=outcome, reason=reason)
 
 
 def cost_of_format(
     model: Model, path: AttentionPath, attention: Attention, texts: Sequence[Text], noise: Mapping[str, Any]
 ) -> tuple[Line, ...]:
     """A lossy cache against a float32 one: no more is lost than where right paths read that format."""
-    known = noise["cost"].get(f"{path.dtype}/{path.cache_format}")
-    if path.cache_format == AttentionPath.cache_format or known is None:
+    allowed = costs(noise, path)
+    if allowed is None:
         return ()
     got = forced_logits(model, layer_around(attention), path, texts)
     apart = divergence(reference_logits(model, AttentionPath(), texts), got)
     return tuple(
-        Line(tier="T2 cost", measure=name, found=getattr(apart, name), limit=COST * known[name])
-        for name in COSTS
+        Line(tier="T2 cost", measure=name, found=getattr(apart, name), limit=allowed[name]) for name in COSTS
     )
 
 
-def _decide(
-    path: AttentionPath,
-    lines: Sequence[Line],
-    measured: bool,
-    paired: Comparison | None,
-    seen: Shadow,
-    apart: Divergence,
-) -> dict[str, str]:
-    if not measured:
-        return {
-            "outcome": INCONCLUSIVE,
-            "reason": f"no noise was measured for {path.dtype} over a {path.cache_format} cache",
-        }
+def costs(noise: Mapping[str, Any], path: AttentionPath) -> dict[str, float] | None:
+    """The most that a path may be apart from a float32 cache; None over one, or where none was measured."""
+    known = noise["cost"].get(f"{path.dtype}/{path.cache_format}")
+    if path.cache_format == AttentionPath.cache_format or known is None:
+        return None
+    return {name: COST * known[name] for name in COSTS}
+
+
+def decided(
+    path: AttentionPath, lines: Sequence[Line], paired: Comparison | None, place: str, first: str = ""
+) -> tuple[str, str]:
+    """Outcome and reason. place: of the worst error of tier 1. first: of a divergence of tier 2, if any."""
+    if any(math.isnan(line.limit) for line in lines):
+        return INCONCLUSIVE, f"no noise was measured for {path.dtype} over a {path.cache_format} cache"
     if over := [line for line in lines if not line.ok]:
         worst = max(over, key=lambda line: line.share)
-        where = f"; worst in {seen.place}" if worst.tier.startswith("T1") else ""
-        if apart.first and not where:
-            where = f"; first at {apart.first}"
-        reason = (
+        where = f"; worst in {place}" if worst.tier.startswith("T1") else ""
+        if first and not where:
+            where = f"; first at {first}"
+        return FAIL, (
             f"{worst.tier}: {worst.measure} is {worst.found:.2g}, at most {worst.limit:.2g} is noise{where}"
         )
-        return {"outcome": FAIL, "reason": reason}
     if paired is None:
-        return {"outcome": PASS, "reason": "T1 and T2 are within noise; T3 was left out"}
+        return PASS, "T1 and T2 are within noise; T3 was left out"
     if paired.pair.baseline < SOLVES:
-        return {
-            "outcome": INCONCLUSIVE,
-            "reason": f"T3: the baseline solves {paired.pair.baseline:.2%}, a gate needs {SOLVES:.0%}",
-        }
-    return {"outcome": paired.decision.outcome, "reason": f"T3: {paired.decision.reason}"}
+        return INCONCLUSIVE, f"T3: the baseline solves {paired.pair.baseline:.2%}, a gate needs {SOLVES:.0%}"
+    return paired.decision.outcome, f"T3: {paired.decision.reason}"
 
 
 def report(result: Outcome) -> Iterator[str]:

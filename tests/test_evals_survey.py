@@ -1,4 +1,7 @@
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,8 +17,8 @@ from typer.testing import CliRunner
 from evals import survey as surveys
 from evals.cli import app
 from evals.path import REFERENCE, parse
-from evals.survey import PATHS, _trial, markdown, survey
-from evals.trial import CHECKPOINTS, Line
+from evals.survey import PATHS, PENDING, _trial, markdown, survey
+from evals.trial import CHECKPOINTS, Line, costs, limits, measured_noise
 from oracles.verify import backends
 
 MINI = CHECKPOINTS / "mini"
@@ -96,7 +99,7 @@ def test_the_tables_show_every_path_and_why():
     ],
 )
 def test_what_does_not_end_well_is_a_row(code: str, seconds: float, reason: str, tmp_path: Path):
-    row = _trial([sys.executable, "-c", code, "decode=x"], seconds, tmp_path, 0.05)
+    row = _trial([sys.executable, "-c", code, "decode=x"], seconds, tmp_path, 0.05, [])
     assert (row["path"], row["reason"]) == ("decode=x", reason)
     assert "outcome" not in row
 
@@ -161,6 +164,83 @@ def test_the_reference_is_begun_first_and_the_others_beside_it(tmp_path: Path, m
     assert begun[0] == ""
     assert [row["name"] for row in record["paths"]] == [*paths]
     assert all(row["reason"] == "met the others" for row in record["paths"])
+
+
+def test_a_survey_that_is_cut_short_keeps_what_it_has(tmp_path: Path, monkeypatch):
+    """By SIGTERM, while one path is through and others still run: their processes end as well."""
+    running = []
+
+    def trial(command: list[str], seconds: float, out: Path, margin: float, children: list) -> dict:
+        name = command[-1]
+        if name == "":
+            return _row(REFERENCE, "PASS", 0.5)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        children.append(child)
+        running.append(child)
+        if len(running) == 2:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return {"path": name, "reason": f"ended with {child.wait()}"}
+
+    monkeypatch.setattr(surveys, "_trial", trial)
+    monkeypatch.setattr(surveys, "PATHS", {"a": "decode=a", REFERENCE: "", "b": "decode=b", "c": "decode=c"})
+    file, before = tmp_path / "record.json", signal.getsignal(signal.SIGTERM)
+    command = ["survey", str(MINI), "--out", str(tmp_path), "--jobs", "2", "--json", str(file)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 130, result.output
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [child.wait(30) for child in running] == [-9, -9]
+    rows = {row["name"]: row for row in json.loads(file.read_text())["paths"]}
+    assert [*rows] == ["a", REFERENCE, "b", "c"]
+    assert rows[REFERENCE]["outcome"] == "PASS"
+    for name in ("a", "b", "c"):
+        assert rows[name]["reason"] == PENDING
+        assert f"| {name} | did not run: {PENDING} |" in result.output
+    assert "| the reference | PASS | 50% of the limits |" in result.output
+
+
+def _decided(outcome: str) -> dict:
+    """A row with all that a verdict takes."""
+    row = _row("a kernel", outcome, 1.0)
+    one = {"filter": "strict-match", "text_equal": 1.0, "flips": []}
+    one["pair"] = {"both": 400, "lost": 0, "won": 0, "neither": 0}
+    one["decision"] = {"outcome": "PASS", "reason": "small", "p": 1.0, "bound": 0.0067, "detectable": 0.0167}
+    path = "decode=mla_ref.absorbed cache_format=bf16 dtype=bfloat16"
+    return row | {"path": path, "place": "layer 0", "filters": {"strict-match": one}}
+
+
+@pytest.mark.parametrize(
+    ("tier", "share", "outcome", "reason"),
+    [
+        ("T1 shadow", 0.5, "PASS", "T3: small"),
+        ("T1 shadow", 2.0, "FAIL", "T1 shadow: "),
+        ("T2 cost", 0.5, "PASS", "T3: small"),
+        ("T2 cost", 2.0, "FAIL", "T2 cost: "),
+        ("T1 shadow", None, "FAIL", "T1 shadow: "),
+    ],
+)
+def test_a_record_is_held_to_the_limits_of_today(
+    tier: str, share: float | None, outcome: str, reason: str, tmp_path: Path
+):
+    noise, path = measured_noise(MINI), parse(_decided("PASS")["path"])
+    measure = "worst" if tier == "T1 shadow" else "max_kl"
+    limit = (limits(noise, path) if tier == "T1 shadow" else costs(noise, path))[measure]
+    found = share and share * limit
+    line = {"tier": tier, "measure": measure, "found": found, "limit": 1e-30}
+    row = _decided("FAIL") | {"lines": [line]}
+    record = {"sha256": noise["sha256"], "paths": [row]}
+    file, new = tmp_path / "old.json", tmp_path / "new.json"
+    file.write_text(json.dumps(record))
+    result = CliRunner().invoke(app, ["rejudge", str(file), "mini", "--json", str(new)])
+    assert result.exit_code == ("PASS", "FAIL").index(outcome), result.output
+    rows = {row["name"]: row for row in json.loads(new.read_text())["paths"]}
+    assert rows["a kernel"]["outcome"] == outcome
+    assert rows["a kernel"]["reason"].startswith(reason)
+    assert rows["a kernel"]["lines"] == [line | {"limit": limit}]
+    assert all(rows[name] == {"name": name, "path": path, "reason": PENDING} for name, path in PATHS.items())
+    file.write_text(json.dumps(record | {"sha256": "0" * 64}))
+    refused = CliRunner().invoke(app, ["rejudge", str(file), "mini"])
+    assert refused.exit_code == 3
+    assert "rejudge: record: is of weights 000000000000…" in refused.output
 
 
 def test_a_device_that_is_none_is_one_line(tmp_path: Path):

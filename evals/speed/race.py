@@ -3,9 +3,10 @@
 - What runs: a CUDA graph of some calls where the call can be captured, else plain calls, and the record says
   which and why. The calls of a graph rotate over copies of the inputs, at least two, and as many as it takes
   for a copy to have left the cache before its next turn, where memory has room for them.
-- Turns: every contestant runs for a fixed time, then the next; the order is reversed from one round to the
-  next, so that none is always behind the same one. The first third of a turn, while clocks settle, is not
-  counted. Medians and the 10th and 90th percentile are of all counted samples.
+- Turns: every contestant runs for a fixed time, then the next, each round in another order, so that none is
+  always behind the same one: near the power limit a turn begins under the clock that the one before it left.
+  The first third of a turn, while clocks settle, is not counted. Medians and the 10th and 90th percentile are
+  of all counted samples.
 - Control: the first contestant that is a graph runs once more under another name. The difference is noise.
 - Ceilings: a large copy and a large bfloat16 product, before the first shape and after the last; the larger
   of each pair counts.
@@ -443,8 +444,15 @@ def _take_turns(contestants: Sequence[Contestant], pace: Pace, device: torch.dev
 
 
 def _order(contestants: Sequence[Contestant], rounds: int) -> Iterator[Contestant]:
-    for i in range(rounds):
-        yield from contestants if i % 2 == 0 else reversed(contestants)
+    """Rounds that are rows of a Williams square: of an even number, nobody follows the same one twice.
+
+    An odd number is made even by a contestant who never comes.
+    """
+    size = len(contestants) + len(contestants) % 2
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(size)]
+    for row in range(rounds):
+        places = ((place + row * max(1, size // rounds)) % size for place in zigzag)
+        yield from (contestants[place] for place in places if place < len(contestants))
 
 
 def _clock(device: torch.device) -> list[int]:

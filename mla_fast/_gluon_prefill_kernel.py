@@ -30,6 +30,7 @@ import struct
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -40,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 ROWS: gl.constexpr = gl.constexpr(64)  # of a consumer
 KEYS: gl.constexpr = gl.constexpr(128)  # of a block
 STAGES: gl.constexpr = gl.constexpr(2)
+THREADS: gl.constexpr = gl.constexpr(128)  # of a consumer
 LANES: gl.constexpr = gl.constexpr(4)  # threads that share a row of an accumulator
 LOWEST: gl.constexpr = gl.constexpr(-3.4028234663852886e38)
 SLACK = 8.0
@@ -128,14 +130,6 @@ RAISE: gl.constexpr = gl.constexpr(
     )
     + " same: }"
 )
-# Of a thread's four sums. None is negative, which the assembler cannot know.
-PIN: gl.constexpr = gl.constexpr(
-    "{ .reg .pred negative, any; setp.lt.f32 negative, $4, 0f00000000;"
-    + " ".join(f"setp.lt.or.f32 negative, ${i}, 0f00000000, negative;" for i in (5, 6, 7))
-    + " vote.sync.any.pred any, negative, 0xffffffff; @!any bra same;"
-    + " ".join(f"mul.f32 ${i}, ${i}, ${j};" for j in (1, 2, 3) for i in range(4))
-    + " same: }"
-)
 
 
 @gluon.jit
@@ -193,14 +187,6 @@ def _lowered(b_x, b_by):
 def _masked(b_s, b_left):
     """Scores of a block [64, 128]; -inf from column b_left [64, 1] on."""
     return gl.inline_asm_elementwise(MASK, CONSTRAINTS_MASK, [b_s, b_left], gl.float32, is_pure=True, pack=64)
-
-
-@gluon.jit
-def _pinned(b_l):
-    """b_l, which is not negative. The branch is never taken, and what comes before it is not moved behind."""
-    return gl.inline_asm_elementwise(
-        PIN, "=f,=f,=f,=f,0,1,2,3", [b_l], dtype=gl.float32, is_pure=False, pack=4
-    )
 
 
 @gluon.jit
@@ -312,6 +298,18 @@ def _parity(i_block):
 
 
 @gluon.jit
+def _done_with(bar):
+    """Every thread arrives at ``bar`` for itself.
+
+    For mbarrier.arrive the consumer's warps meet and one thread arrives, twice a block. This is the arrival
+    that follows a thread's asynchronous copies; it has none outstanding, so it arrives at once. It orders
+    no other access, and need not: products that have been waited for have read their operands. A tile's
+    record, which a consumer reads, is reported by mbarrier.arrive after the first scores.
+    """
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
 def _wait_for_keys(bar_k, i_block, pred):
     mbarrier.wait(bar_k.index(_slot(i_block)), _parity(i_block), pred=pred)
 
@@ -402,7 +400,7 @@ def _consume(
         b_s = gl.zeros([ROWS, KEYS], gl.float32, L_S)
         b_s = _scores(s_q.index(i_half), s_q_pe.index(i_half), s_k.index(slot), s_k_pe.index(slot), b_s)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
-        mbarrier.arrive(bar_k_free.index(slot))
+        mbarrier.arrive(bar_k_free.index(slot), count=THREADS)
         o_key = (num_blocks - 1) * KEYS
         b_s = _masked(b_s, (b_limit - o_key)[:, None])
         b_m = _row_max(b_s, scale_log2)
@@ -423,7 +421,7 @@ def _consume(
             mbarrier.wait(bar_v.index(last), _parity(i_block + i - 1))
             b_o = warpgroup_mma(b_w, s_v.index(last), b_o, is_async=True)
             b_s = warpgroup_mma_wait(1, deps=(b_s,))
-            mbarrier.arrive(bar_k_free.index(slot))
+            _done_with(bar_k_free.index(slot))
             o_key = (num_blocks - 1 - i) * KEYS
             if o_key + KEYS >= unmasked:
                 b_s = _masked(b_s, (b_limit - o_key)[:, None])
@@ -435,14 +433,14 @@ def _consume(
             b_x = _lowered(b_x, _spread(b_now - b_m, b_x))
             b_m = b_now
             # Half of the weights are made while the last product runs, the others and the narrowing after it,
-            # so that they fill each other's gaps. The assembler would move the wait to the start of all this:
-            # what is pinned stays in front of the branch that waits for keys, and the wait behind it.
+            # so that they fill each other's gaps. The assembler would move the wait to the start of all this,
+            # were it not behind the branch of the wait for keys.
             b_x0, b_x1 = _halves(b_x)
             b_p0 = _exp2(b_x0)
-            b_l = _pinned(b_l * _column(b_alpha, b_l) + _partial_sums(b_p0, b_l))
+            b_l = b_l * _column(b_alpha, b_l) + _partial_sums(b_p0, b_l)
             _wait_for_keys(bar_k, i_block + i + 1, i + 1 < num_blocks)
             b_o, b_p0, b_x1 = warpgroup_mma_wait(0, deps=(b_o, b_p0, b_x1))
-            mbarrier.arrive(bar_v_free.index(last))
+            _done_with(bar_v_free.index(last))
             b_o = _rescaled(b_o, b_alpha)
             b_p1 = _exp2(b_x1)
             b_l += _partial_sums(b_p1, b_l)
@@ -452,7 +450,7 @@ def _consume(
         mbarrier.wait(bar_v.index(last), _parity(i_block - 1))
         b_o = warpgroup_mma(b_w, s_v.index(last), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
-        mbarrier.arrive(bar_v_free.index(last))
+        mbarrier.arrive(bar_v_free.index(last), count=THREADS)
         _finish(s_stage.index(i_half), b_o, b_m, b_l, out, lse, _opaque(row), num_rows, head, H, merge)
         i_tile += 1
         mbarrier.wait(bar_item, i_tile & 1)
@@ -584,9 +582,9 @@ def mla_prefill_kernel(
     mbarrier.init(bar_q, count=1)
     for j in gl.static_range(STAGES):
         mbarrier.init(bar_k.index(j), count=1)
-        mbarrier.init(bar_k_free.index(j), count=2)
+        mbarrier.init(bar_k_free.index(j), count=2 * THREADS)
         mbarrier.init(bar_v.index(j), count=1)
-        mbarrier.init(bar_v_free.index(j), count=2)
+        mbarrier.init(bar_v_free.index(j), count=2 * THREADS)
     fence_async_shared()
     bars = (bar_item, bar_q, bar_k, bar_k_free, bar_v, bar_v_free)
     upper = (

@@ -23,7 +23,8 @@ from mla_fast import gluon_prefill as launcher
 def hot_loops(cubin: bytes) -> list[dict[str, int]]:
     """What the innermost loops with products hold.
 
-    overlapped: exponentials between the wait for the scores and the wait for the product with the values.
+    meetings: barriers of a consumer's warps. overlapped: exponentials between the wait for the scores and the
+    wait for the product with the values.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
@@ -44,6 +45,7 @@ def hot_loops(cubin: bytes) -> list[dict[str, int]]:
         {
             "products": sum("HGMMA" in t for t in body),
             "local": sum(bool(re.search(r"\b(LDL|STL)", t)) for t in body),
+            "meetings": sum("BAR.SYNC" in t for t in body),
             "exponentials": sum("MUFU.EX2" in t for t in body),
             "overlapped": sum("MUFU.EX2" in t for t in body[slice(*_waits(body))]),
         }

@@ -462,6 +462,8 @@ STAND_INS: dict[str, Any] = {
         init=_init, arrive=_arrive, expect=_expect, wait=_wait, MBarrierLayout=_layout
     ),
     "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
+    # By every thread of four warps.
+    "async_copy": SimpleNamespace(mbarrier_arrive=lambda bar, increment_count: _arrive(bar, 128)),
     "warpgroup_mma": _mma,
     "warpgroup_mma_wait": _mma_wait,
     "fence_async_shared": lambda: None,

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +469,19 @@ def test_a_plot_shows_names_and_does_not_obey_them(tmp_path: Path) -> None:
     figure = plot(json.loads(text))
     figure.savefig(tmp_path / "race.png")
     assert figure.axes[0].get_yticklabels()[1].get_text() == "$\\frac{y$"
+
+
+@pytest.mark.parametrize("count", range(1, 15))
+def test_nobody_is_always_behind_the_same_one(count: int) -> None:
+    order = list(racing._order(range(count), 4))
+    rounds = [order[i * count : (i + 1) * count] for i in range(4)]
+    assert len(order) == 4 * count
+    assert all(sorted(one) == list(range(count)) for one in rounds)
+    behind = [pair for one in rounds for pair in pairwise(one)]
+    if count >= 4 and count != 5:
+        assert len(set(behind)) == len(behind)
+    positions = [sum(one.index(i) for one in rounds) / 4 for i in range(count)]
+    assert max(positions) - min(positions) <= 2.0
 
 
 SMALL_BENCH = (

@@ -14,6 +14,7 @@ from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.formats import formats
 from mla_ref.latent import BACKEND as LATENT_BACKEND
+from mla_ref.numerics import Numerics
 from mla_ref.problem import AttentionOutput, problem
 from oracles.bounds import Admissible, merge_of
 from oracles.coverage import draw
@@ -327,3 +328,12 @@ def test_calls_of_other_sizes_have_nobody_with_a_key_and_nobody_with_a_token():
     met = met_by("call_sequence", LATENT)
     assert any(len(x.ql_nope) and not x.cache_seqlens.any() for x in met)
     assert any(not len(x.ql_nope) and x.cache_seqlens.any() for x in met)
+
+
+def test_a_type_that_ends_before_the_products_of_a_needle_is_not_asked_for_them():
+    case = replace(
+        LATENT, dtype="float64", config=replace(LATENT.config, qk_nope_head_dim=128, qk_rope_head_dim=64)
+    )
+    overflowing = Backend("narrow", "latent_attention", LATENT_BACKEND.fn, Numerics(accumulate="float16"))
+    (verdict,) = judge(overflowing, case, oracles=["needle"])
+    assert (verdict.status, verdict.detail) == (PASS, "float16 ends before the products of this probe")

@@ -14,11 +14,13 @@ Kills: pages, masks, splits and merges that lose or confuse a key, rescaling tha
 """
 
 import math
+from typing import Any
 
 import torch
 
 from mla_ref.case import Case
 from mla_ref.values import permutation
+from oracles.bounds import type_named
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
@@ -57,7 +59,11 @@ def check(trial: Trial) -> Finding:
     if not code_width(trial.inputs):
         return nothing("without rope channels a key is its value")
     exact_dots = code_width(trial.inputs) <= EXACTLY_SUMMED
-    case = trial.case
+    case, accumulate = trial.case, trial.backend.numerics.accumulate
+    if accumulate != "compute":
+        limit = torch.finfo(type_named(accumulate, getattr(torch, case.dtype))).max
+        if _factor(case, trial.inputs) * code_width(trial.inputs) > limit:
+            return nothing(f"{accumulate} ends before the products of this probe")
     far = case.seed % 2 == 1 and case.cache_format not in OF_ONE_RANGE and wide(trial)
     probe, what = plant_far if far else plant, "with queries that are close to one key each"
     return shows(trial, probe, exactly_scaled(case), what, exact_dots=exact_dots)
@@ -76,12 +82,9 @@ def plant_far(case: Case, device: str) -> Probe:
 def _planted(case: Case, device: str, powers: range) -> Probe:
     inputs = materialized(case, device)
     width, num_heads, starts = code_width(inputs), case.config.num_heads, first_keys(inputs)
-    bits = min(width, MAX_CANDIDATES.bit_length() - 1)
+    bits = _bits(width)
     codes = _codes(bits, width)
-    repeats = width // bits
-    factor = 2.0 ** math.ceil(
-        math.log2(GAP[case.dtype == "float64"] / (2.0 * repeats * inputs.softmax_scale))
-    )
+    factor = _factor(case, inputs)
     key = torch.zeros(starts[-1], width, dtype=torch.float64)
     query = torch.zeros(sum(case.q_lens), num_heads, width, dtype=torch.float64)
     picked = torch.full((sum(case.q_lens), num_heads), -1)
@@ -109,6 +112,17 @@ def _planted(case: Case, device: str, powers: range) -> Probe:
     out = values[picked.clamp(min=0).to(device), head].masked_fill(~found[..., None], 0.0)
     lse = torch.full_like(found, inputs.softmax_scale * factor * width, dtype=torch.float64)
     return Probe(inputs, {"out": out, "lse": lse.masked_fill(~found, -torch.inf)})
+
+
+def _bits(width: int) -> int:
+    return min(width, MAX_CANDIDATES.bit_length() - 1)
+
+
+def _factor(case: Case, inputs: Any) -> float:
+    """What multiplies a query's signs, so that the gap to every other key is wide enough."""
+    repeats = code_width(inputs) // _bits(code_width(inputs))
+    gap = GAP[case.dtype == "float64"]
+    return float(2.0 ** math.ceil(math.log2(gap / (2.0 * repeats * inputs.softmax_scale))))
 
 
 def candidates(kv_len: int, block_size: int, most: int, seed: int) -> list[int]:

@@ -113,6 +113,7 @@ def test_a_share_of_no_limit():
 
 def test_every_path_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Three paths through the command: the reference, one that is right, one that cannot run here."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # more would wait for each other
     right = "decode=mla_ref.absorbed prefill=mla_ref.chunked chunk=96"
     paths = {REFERENCE: "", "right": right, "elsewhere": "decode=mla_fast.flash_mla"}
     monkeypatch.setattr(surveys, "PATHS", paths | {"not asked for": "decode=x"})

@@ -35,7 +35,8 @@ def hot_loops(cubin: bytes) -> list[dict[str, int]]:
     code = [(int(a, 16), text) for a, text in re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", dump, re.M)]
     bodies = []
     for address, text in code:
-        branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        # A loop ends in a branch under a condition; others go back from a wait that stands out of line.
+        branch = re.match(r"@!?U?P\d+\s+BRA\b.*?0x([0-9a-f]+)", text)
         if branch and int(branch[1], 16) < address:
             body = [t for a, t in code if int(branch[1], 16) <= a <= address]
             if any("HGMMA" in t for t in body) and not any("UTMALDG" in t for t in body):

@@ -83,10 +83,11 @@ def claims_of(selection: Selection) -> list[Claim]:
     """
     use_device(selection.device)
     _limits(selection)
-    variants = tuple(load(selection.backend).variants)
+    backend = load(selection.backend)
+    variants = tuple(backend.variants)
     found: dict[tuple[str, str], dict[str, None]] = {}
     for stage, job in _jobs(selection):
-        judging = {oracle for _, oracles in trials(job, variants) for oracle in oracles}
+        judging = {oracle for _, oracles in trials(job, variants, backend.supports) for oracle in oracles}
         kept = found.setdefault((job.case.problem, stage), {})
         kept.update(dict.fromkeys(oracle for oracle in job.oracles if oracle in judging))
     if not found:

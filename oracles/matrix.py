@@ -12,18 +12,20 @@ mixes; heads run from 1 to 128, each model sharded to as many, or to the largest
 width and the rank of the query, which only a whole layer sees, and only as lengths of projections, are cut.
 
 A backend's own function is tried on every case, and its variants take turns: each meets all four stages. What
-one run shows is judged on every case; of the oracles that run an implementation again, each case meets one.
+one run shows is judged on every case; the oracles that run an implementation again take turns too, over
+those cases of each stage that the backend takes, so that one that takes few of them meets every oracle.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from random import Random
 from typing import NamedTuple
 
 import torch
 
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, supports_all
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.formats import CacheFormat
@@ -195,6 +197,8 @@ class Job(NamedTuple):
     function: of a backend's functions, the one that is wanted now, its own being ""; None: all.
     by_lot: turns are independent of each other, one function and one costly oracle of each sort at a time.
     judge_on: where inputs are made and outputs are judged; None: on the device.
+    mates: the matrix's cases of the same stage, as text, in their order and this one among them: a backend's
+        turns are dealt over those of them that it takes. Empty: over all cases, whoever takes them.
     """
 
     case: Case
@@ -206,29 +210,63 @@ class Job(NamedTuple):
     function: str | None = None
     by_lot: bool = False
     judge_on: str | None = None
+    mates: tuple[str, ...] = ()
 
 
-def trials(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Which of a backend's functions are tried, its own being "", and the oracles that judge each of them."""
-    turns = [(name, oracles) for name, oracles in _turns(job, variants) if job.function in (None, name)]
+def trials(
+    job: Job, variants: Sequence[str], supports: Callable[[Case], str | None] = supports_all
+) -> list[tuple[str, tuple[str, ...]]]:
+    """Which of a backend's functions are tried, its own being "", and the oracles that judge each of them.
+
+    supports: the backend's, which says what cases its turns are dealt over.
+    """
+    turns = [
+        (name, oracles) for name, oracles in _turns(job, variants, supports) if job.function in (None, name)
+    ]
     if not job.only:
         return turns
     wanted = ((name, tuple(o for o in oracles if o in job.only)) for name, oracles in turns)
     return [(name, oracles) for name, oracles in wanted if oracles]
 
 
-def _turns(job: Job, variants: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+def _turns(
+    job: Job, variants: Sequence[str], supports: Callable[[Case], str | None]
+) -> list[tuple[str, tuple[str, ...]]]:
     own = ""
     if job.turn is None:
         return [(name, job.oracles) for name in (own, *variants)]
     if job.by_lot:
         return [_by_lot(job, variants)]
-    at, of = (n // len(STAGES) for n in job.turn)
+    at, of = _place(job, supports)
     first = tuple(name for name in job.oracles if name in OF_ONE_RUN)
     again = whose_turn([name for name in job.oracles if name not in OF_ONE_RUN], at, of)
     tried = [own, *whose_turn(variants, at, of)]
     whose = own if job.turn[0] % 2 == 0 or not variants else tried[1]
     return [(name, first + tuple(again if name == whose else ())) for name in tried]
+
+
+def _place(job: Job, supports: Callable[[Case], str | None]) -> tuple[int, int]:
+    """Which of its stage's cases this one is, and how many there are, of those that the backend takes."""
+    assert job.turn is not None
+    taken = [case for case in map(_case_of, job.mates) if _takes(supports, case)]
+    if job.case in taken:
+        return taken.index(job.case), len(taken)
+    at, of = (n // len(STAGES) for n in job.turn)
+    return at, of
+
+
+# Of all stages of all problems that one run judges.
+@lru_cache(maxsize=1024)
+def _case_of(text: str) -> Case:
+    return Case.from_json(text)
+
+
+def _takes(supports: Callable[[Case], str | None], case: Case) -> bool:
+    # What it raises is told where that case is judged.
+    try:
+        return supports(case) is None
+    except Exception:
+        return True
 
 
 def _by_lot(job: Job, variants: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -283,8 +321,11 @@ def jobs_of(
         able, claims = _judged(contract, implemented, oracles)
         if able and claims:
             cases = matrix(contract, configs, formats, seed)
-            turns = (None if full else (i, len(cases)) for i in range(len(cases)))
-            jobs += [Job(case, able, claims, device, turn) for case, turn in zip(cases, turns, strict=True)]
+            texts = [case.to_json() for case in cases]
+            for i, case in enumerate(cases):
+                job = Job(case, able, claims, device)
+                mates = tuple(texts[i % len(STAGES) :: len(STAGES)])
+                jobs.append(job if full else job._replace(turn=(i, len(cases)), mates=mates))
     return jobs
 
 

@@ -59,7 +59,7 @@ def judge_job(job: Job) -> list[Verdict]:
         verdict
         for spec in job.specs
         for backend in (find_backend(spec),)
-        for name, oracles in trials(job, tuple(backend.variants))
+        for name, oracles in trials(job, tuple(backend.variants), backend.supports)
         for verdict in _claims(job, spec, backend, name, oracles)
     ]
 
@@ -181,7 +181,7 @@ def judged(argument: Mapping[str, Any], say: Say) -> None:
     for at, spec in enumerate(job.specs):
         say(STEP, {"backend": at, PATIENCE: IMPORT_SECONDS})
         backend = find_backend(spec)
-        for trial, (name, oracles) in enumerate(trials(job, tuple(backend.variants))):
+        for trial, (name, oracles) in enumerate(trials(job, tuple(backend.variants), backend.supports)):
             if at == 0 and trial < skip:
                 continue
             say(STEP, {"trial": trial, "variant": name or DEFAULT, "oracles": oracles})
@@ -213,7 +213,7 @@ def _blamed(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
 def _job(argument: Mapping[str, Any]) -> Job:
     case = Case.from_json(json.dumps(argument["case"]))
     fields = {name: argument[name] for name in Job._fields}
-    tuples = {name: tuple(fields[name]) for name in ("specs", "oracles", "only")}
+    tuples = {name: tuple(fields[name]) for name in ("specs", "oracles", "only", "mates")}
     turn = None if fields["turn"] is None else tuple(fields["turn"])
     return Job(**{**fields, **tuples, "case": case, "turn": turn})
 

@@ -14,7 +14,7 @@ key and value:
 The two consumers hand each other their weights, and the maximum that these are relative to, through shared
 memory: K0's go to the right half, which multiplies them between the two halves of its scores; K1's go to the
 left one, which multiplies them under the next pair's scores. So each multiplies both weights into its own
-half of the values, and the left one never waits for the right one's softmax.
+half of the values, and within a pair the left one waits for nothing of the right one's.
 
 Types: scores, weights, sums and accumulators float32; weights are rounded to the query's type for the
 product with the values, and summed unrounded. Exponentials are base 2, of scores times ``scale_log2``.

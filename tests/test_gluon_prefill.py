@@ -105,7 +105,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch, kernel_module: ModuleType) -> None:
         "_raised": raised,
         "_lowered": lambda b_x, b_by: b_x - b_by,
         "_masked": lambda b_s, b_left: array(np.where(np.arange(b_s.shape[1]) < b_left, b_s, -np.inf)),
-        "_pinned": lambda b_l: b_l,
         "_max3": lambda b_a, b_b, b_c: np.maximum(np.maximum(b_a, b_b), b_c),
     }
     monkeypatch.setattr(

@@ -26,6 +26,7 @@ from evals.trial import MARGIN, MEASURES, Line, costs, decided, limits, measured
 FILTERS = ("strict-match", "flexible-extract")  # the first decides
 FLIPS = 10  # that are kept of each path
 PENDING = "had not ended when this was written"
+ABSENT = "is not in the record"
 PACKAGES = ("torch", "triton", "transformers", "lm_eval")
 
 SERVED = "block_size=64 chunk=256"
@@ -159,15 +160,17 @@ def again(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     A path of the survey that is not in the record gets a row that says so.
 
-    Raises: ValueError if the record is of other weights.
+    Raises: ValueError if it is no record, or of other weights.
     """
+    if not isinstance(record, Mapping) or not {"sha256", "paths"} <= set(record):
+        raise ValueError("record: has no sha256 and paths; survey --json writes one")
     noise = measured_noise(folder, record.get("model_dtype", "float32"))
     if record["sha256"] != noise["sha256"]:
         raise ValueError(
             f"record: is of weights {record['sha256'][:12]}…, {folder} has {noise['sha256'][:12]}…"
         )
     rows = {row["name"]: _again(row, noise) if "outcome" in row else row for row in record["paths"]}
-    missing = {name: {"name": name, "path": PATHS[name], "reason": PENDING} for name in PATHS}
+    missing = {name: {"name": name, "path": PATHS[name], "reason": ABSENT} for name in PATHS}
     return {**record, "paths": [*(missing | rows).values()]}
 
 

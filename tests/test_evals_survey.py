@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from evals import survey as surveys
 from evals.cli import app
 from evals.path import REFERENCE, parse
-from evals.survey import PATHS, PENDING, _trial, markdown, survey
+from evals.survey import ABSENT, PATHS, PENDING, _trial, markdown, survey
 from evals.trial import CHECKPOINTS, Line, costs, limits, measured_noise
 from oracles.verify import backends
 
@@ -237,11 +237,20 @@ def test_a_record_is_held_to_the_limits_of_today(
     assert rows["a kernel"]["outcome"] == outcome
     assert rows["a kernel"]["reason"].startswith(reason)
     assert rows["a kernel"]["lines"] == [line | {"limit": limit}]
-    assert all(rows[name] == {"name": name, "path": path, "reason": PENDING} for name, path in PATHS.items())
+    assert all(rows[name] == {"name": name, "path": path, "reason": ABSENT} for name, path in PATHS.items())
     file.write_text(json.dumps(record | {"sha256": "0" * 64}))
     refused = CliRunner().invoke(app, ["rejudge", str(file), "mini"])
     assert refused.exit_code == 3
     assert "rejudge: record: is of weights 000000000000…" in refused.output
+
+
+@pytest.mark.parametrize("text", ["[]", '{"cases": []}', "{"])
+def test_what_is_no_record_gets_no_verdict(text: str, tmp_path: Path):
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["rejudge", str(file), "mini"])
+    assert result.exit_code == 3, result.output
+    assert len(result.output.splitlines()) == 1
 
 
 def test_a_device_that_is_none_is_one_line(tmp_path: Path):

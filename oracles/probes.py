@@ -76,11 +76,21 @@ def _known(
 ) -> Mapping[str, Admissible]:
     inputs, want = made(plant, case, device)
     expected = ADMISSIBLE[case.problem](inputs, numerics)
-    cut = ("out",) if numerics.operand != EXACT else ()
+    cut: tuple[str, ...] = ("out",) if numerics.operand != EXACT else ()
+    if _keys_are_rounded(inputs, case, numerics):
+        cut = tuple(want)
     return {
         name: expected[name] if name in cut else expected[name]._replace(mid=mid)
         for name, mid in want.items()
     }
+
+
+def _keys_are_rounded(inputs: Any, case: Case, numerics: Numerics) -> bool:
+    """Whether the type of keys and values does not hold those of the cache: a stranger's format, then."""
+    if numerics.kv == EXACT or not hasattr(inputs, "kv_cache"):
+        return False
+    dtype = type_named(numerics.kv, getattr(torch, case.dtype))
+    return any(not torch.equal(x.to(dtype).to(x), x) for x in decoded(inputs))
 
 
 def shows(
@@ -88,7 +98,8 @@ def shows(
 ) -> Finding:
     """The output on a probe is its closed form, up to the radii that bounds.py derives for its inputs.
 
-    Where a stage is declared to be rounded, ``out`` follows from the rounded stage instead.
+    Where a stage is declared to be rounded, ``out`` follows from the rounded stage instead; where keys and
+    values are rounded that do not fit, everything from the rounded ones.
 
     what: what the probe's inputs are. exact_dots: no sum of products of this probe is rounded by any
         accumulator, in whatever order.
@@ -350,11 +361,13 @@ def asked(inputs: Any, query: torch.Tensor) -> Any:
 def planted(inputs: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """(the inputs with these keys [n w] and values [n v], what each head reads [n h v]).
 
+    What is read is what the format makes of the values: those of the house hold them, a stranger's may not.
     Key-value heads differ by a rotation of their channels.
     """
     inputs = selecting(inputs)
     if hasattr(inputs, "kv_cache"):
-        return restored(inputs, encoded(inputs, value, key)), heads_view(inputs, value)
+        inputs = restored(inputs, encoded(inputs, value, key))
+        return inputs, heads_view(inputs, decoded(inputs)[0])
     groups = inputs.key_cache.shape[2]
     keys = key[:, None].expand(-1, groups, -1)
     values = torch.stack([value.roll(g, 1) for g in range(groups)], dim=1)

@@ -20,6 +20,7 @@ from oracles.probes import (
     ATTENTION,
     Probe,
     code_width,
+    decoded,
     exactly_scaled,
     materialized,
     payload,
@@ -57,14 +58,13 @@ def plant(case: Case, device: str) -> Probe:
     if hasattr(inputs, "ql_nope"):
         score = score + torch.einsum("thc,thc->th", small["ql_nope"], value)
     if hasattr(inputs, "q_nope"):
-        score = score + _absorbed(inputs, small["q_nope"], case, device)
+        score = score + _absorbed(inputs, small["q_nope"])
     return Probe(inputs, {"out": value, "lse": inputs.softmax_scale * score})
 
 
-def _absorbed(inputs: Any, query: torch.Tensor, case: Case, device: str) -> torch.Tensor:
-    latent = payload(case, len(query), value_channels(inputs), device)
+def _absorbed(inputs: Any, query: torch.Tensor) -> torch.Tensor:
     picked = inputs.w_uk.argmax(2)
-    return (query * latent[:, picked]).sum(-1)
+    return (query * decoded(inputs)[0][:, picked]).sum(-1)
 
 
 ORACLE = Oracle(

@@ -4,6 +4,7 @@ import mmap
 import random
 import re
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.formats import formats
 from mla_ref.latent import BACKEND as LATENT_BACKEND
+from mla_ref.merge_states import BACKEND as MERGE_BACKEND
 from mla_ref.numerics import Numerics
 from mla_ref.problem import AttentionOutput, problem
 from oracles.bounds import Admissible, merge_of
@@ -337,3 +339,70 @@ def test_a_type_that_ends_before_the_products_of_a_needle_is_not_asked_for_them(
     overflowing = Backend("narrow", "latent_attention", LATENT_BACKEND.fn, Numerics(accumulate="float16"))
     (verdict,) = judge(overflowing, case, oracles=["needle"])
     assert (verdict.status, verdict.detail) == (PASS, "float16 ends before the products of this probe")
+
+
+class Rounding(NamedTuple):
+    """What a test's format makes of a latent: codes of one type under one scale for a token or for all."""
+
+    name: str
+    base: str
+    levels: int = 0
+
+    def made(self):
+        fmt = formats()[self.base]
+
+        def encode(kv_c, k_pe, kv_scale):
+            return fmt.encode(self.coded(kv_c), k_pe, kv_scale)
+
+        return replace(fmt, name=self.name, encode=encode if self.levels else fmt.encode)
+
+    def coded(self, kv_c):
+        step = kv_c.abs().amax(-1, keepdim=True).clamp(min=1e-30) / self.levels
+        return (kv_c / step).round() * step
+
+
+STRANGE = (Rounding("int8_token", "fp32", 127), Rounding("halves", "fp16"), Rounding("codes", "fp8_e4m3"))
+
+
+@pytest.mark.parametrize("kv", ["exact", "bfloat16"])
+@pytest.mark.parametrize("strange", STRANGE, ids=lambda strange: strange.name)
+def test_a_strangers_format_that_does_not_hold_what_is_planted_is_no_alarm(strange, kv, monkeypatch):
+    fmt = strange.made()
+    monkeypatch.setitem(formats(), fmt.name, fmt)
+
+    def decode(entries, c, r, kv_scale, dtype):
+        return tuple(x.to(dtype) for x in fmt.decode(entries, c, r, kv_scale, torch.bfloat16))
+
+    def fn(*given):
+        inputs = problem("latent_attention").inputs(*given)
+        rounded = inputs._replace(cache_format=replace(fmt, decode=decode))
+        return LATENT_BACKEND.fn(*(inputs if kv == "exact" else rounded))
+
+    right = replace(LATENT_BACKEND, fn=fn, variants={}, numerics=replace(LATENT_BACKEND.numerics, kv=kv))
+    for dtype, number in (("bfloat16", 1), ("float32", 3)):
+        case = replace(LATENT, cache_format=fmt.name, dtype=dtype, seed=number)
+        verdicts = judge(right, case, oracles=["single", "needle", "census", "graded"])
+        assert [(v.status, v.detail) for v in verdicts] == [(PASS, "")] * 4
+
+
+def test_empty_states_are_no_more_than_the_backend_takes():
+    met = []
+
+    def fn(outs, lses):
+        met.append(len(outs))
+        return MERGE_BACKEND.fn(outs, lses)
+
+    def at_most(limit):
+        def supports(case):
+            return f"more than {limit} states" if len(case.kv_lens) > limit else None
+
+        return supports
+
+    case, most = replace(MERGE, seed=3), []
+    for limit in (300, 16, 4):
+        met.clear()
+        backend = Backend("few", "merge_states", fn, MERGE_BACKEND.numerics, supports=at_most(limit))
+        (verdict,) = judge(backend, case, oracles=["merge_algebra"])
+        assert (verdict.status, verdict.detail) == (PASS, "")
+        most.append(max(met))
+    assert most == [4 + 258 + 1, 4 + 2, 4]

@@ -19,17 +19,20 @@ from mla_ref.problems.merge_states import MergeStatesInputs
 from oracles.bounds import Admissible, merge_of
 from oracles.compare import worst_of
 from oracles.oracle import Oracle, Trial
-from oracles.probes import Probe, admissible, agree, made, materialized, same, shows
+from oracles.probes import Make, Probe, admissible, agree, made, materialized, runnable, same, shows
 from oracles.verdict import Finding
 
-# How many empty states are put in front, by the seed; of all states no more elements than that.
+# How many empty states are put in front, by the seed, where the backend takes as many; of them no more
+# elements than that.
 IN_FRONT = (1, 5, 33, 258)
 MOST = 4_000_000
 
 
 def check(trial: Trial) -> Finding:
     """Reverse, add nothing, merge in two steps, and merge one."""
-    for make, what in ((backwards, "states in reverse order"), (surrounded, "empty states added")):
+    for make, what in ((backwards, "states in reverse order"), (_with_empty(trial), "empty states added")):
+        if make is None:
+            continue
         finding = same(trial, trial.run(made(make, trial.case, trial.device)), what, exact=False)
         if not finding.ok:
             return finding
@@ -38,6 +41,19 @@ def check(trial: Trial) -> Finding:
         if not finding.ok:
             return replace(finding, detail=f"halves merged first: {finding.detail}")
     return shows(trial, alone, trial.case, "the first state alone")
+
+
+def _with_empty(trial: Trial) -> Make | None:
+    """The one that adds the most empty states of those that the backend takes."""
+    for make, count in ((surrounded, _in_front(trial.case)), (flanked, 1)):
+        if runnable(trial, _with_states(trial.case, count + 1)):
+            return make
+    return None
+
+
+def _with_states(case: Case, more: int) -> Case:
+    """A case of so many more states, and of as many rows."""
+    return replace(case, q_lens=case.q_lens + (0,) * more, kv_lens=case.kv_lens + (0,) * more)
 
 
 def _in_two_steps(trial: Trial) -> Finding:
@@ -69,8 +85,21 @@ def backwards(case: Case, device: str) -> Any:
 
 def surrounded(case: Case, device: str) -> Any:
     """The case's states between others that are empty."""
+    return _between_empty(case, device, _in_front(case))
+
+
+def flanked(case: Case, device: str) -> Any:
+    """The case's states between two that are empty."""
+    return _between_empty(case, device, 1)
+
+
+def _in_front(case: Case) -> int:
+    state = sum(case.q_lens) * case.config.num_heads * case.config.v_head_dim
+    return min(IN_FRONT[case.seed % len(IN_FRONT)], max(MOST // max(state, 1), 1))
+
+
+def _between_empty(case: Case, device: str, count: int) -> Any:
     outs, lses = materialized(case, device)
-    count = min(IN_FRONT[case.seed % len(IN_FRONT)], max(MOST // max(outs[:1].numel(), 1), 1))
     nothing = torch.full_like(outs[:1], torch.nan), torch.full_like(lses[:1], -torch.inf)
     return MergeStatesInputs(
         *(torch.cat([*[n] * count, x, n]) for n, x in zip(nothing, (outs, lses), strict=True))

@@ -265,7 +265,7 @@ def _takes(supports: Callable[[Case], str | None], case: Case) -> bool:
     # What it raises is told where that case is judged.
     try:
         return supports(case) is None
-    except Exception:
+    except (Exception, SystemExit):
         return True
 
 

@@ -450,9 +450,10 @@ def test_what_takes_few_cases_meets_every_claim(name):
     assert tried == {"", *backend.variants}
 
 
-def test_support_that_raises_is_told_where_its_case_is_judged():
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_support_that_raises_is_told_where_its_case_is_judged(error):
     def supports(case):
-        raise RuntimeError(case)
+        raise error(case)
 
     job = _a_job()
     assert trials(job, (), supports) == trials(job, ())

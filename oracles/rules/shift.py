@@ -44,6 +44,8 @@ def check(trial: Trial) -> Finding:
     if not runnable(trial, case):
         return nothing("the backend does not take the probe")
     before, after = (made(make, case, trial.device) for make in (level, raised))
+    if not bool((decoded(before)[1][:, -1] == 1.0).all()):
+        return nothing("the format keeps no channel the same in every key")
     first, again = trial.run(before), trial.run(after)
     there, here = (admissible(make, trial, case) for make in (level, raised))
     findings = []

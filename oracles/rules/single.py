@@ -54,7 +54,8 @@ def plant(case: Case, device: str) -> Probe:
         for name in names
     }
     inputs = inputs._replace(**{name: x.to(getattr(inputs, name).dtype) for name, x in small.items()})
-    score = torch.einsum("thw,tw->th", small[names[-1]], key)
+    stored = decoded(inputs)[1] if hasattr(inputs, "kv_cache") else key
+    score = torch.einsum("thw,tw->th", small[names[-1]], stored)
     if hasattr(inputs, "ql_nope"):
         score = score + torch.einsum("thc,thc->th", small["ql_nope"], value)
     if hasattr(inputs, "q_nope"):

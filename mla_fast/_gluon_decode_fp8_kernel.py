@@ -42,6 +42,7 @@ from mla_fast._gluon_decode_kernel import (
     PAIR,
     ROPE,
     SLACK,
+    _buffers,
     _copy_query,
     _first_maximum,
     _kv_len,
@@ -475,17 +476,7 @@ def _right(
 def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
     """The buffers, and the barriers, set up."""
     L_BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    L_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    s_q = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
-    s_q_pe = gl.allocate_shared_memory(DTYPE, [BLOCK, ROPE], L_NARROW)
-    s_left = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
-    s_right = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
-    s_pe = gl.allocate_shared_memory(DTYPE, [2, BLOCK, ROPE], L_NARROW)
-    s_p0 = gl.allocate_shared_memory(DTYPE, [BLOCK, BLOCK], L_NARROW)
-    s_m0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
-    s_m1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
-    s_l0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
-    s_l1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
+    buffers = _buffers(DTYPE, L_WIDE, L_NARROW)
     bar_q = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_p0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_p1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
@@ -508,7 +499,6 @@ def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
         mbarrier.init(bar_r.index(j), count=1)
         mbarrier.init(bar_sum.index(j), count=1)
     fence_async_shared()
-    buffers = (s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1)
     bars = (bar_q, bar_l_raw, bar_l, bar_r_raw, bar_r, bar_p0, bar_p1, bar_sum, bar_done, bar_stored)
     return buffers, bars
 

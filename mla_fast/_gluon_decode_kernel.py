@@ -484,9 +484,8 @@ def _producer(
 
 
 @gluon.jit
-def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
-    """The buffers, and the barriers, set up."""
-    L_BAR: gl.constexpr = mbarrier.MBarrierLayout()
+def _buffers(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
+    """Queries, keys, K0's weights, and what the consumers hand each other a row."""
     L_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_q = gl.allocate_shared_memory(DTYPE, [2, BLOCK, HALF], L_WIDE)
     s_q_pe = gl.allocate_shared_memory(DTYPE, [BLOCK, ROPE], L_NARROW)
@@ -498,6 +497,14 @@ def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
     s_m1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
     s_l0 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
     s_l1 = gl.allocate_shared_memory(gl.float32, [BLOCK], L_ROWS)
+    return s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1
+
+
+@gluon.jit
+def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
+    """The buffers, and the barriers, set up."""
+    L_BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    buffers = _buffers(DTYPE, L_WIDE, L_NARROW)
     bar_q = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_m0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_m1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
@@ -520,7 +527,6 @@ def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
         mbarrier.init(bar_r_free.index(j), count=1)
         mbarrier.init(bar_sum.index(j), count=1)
     fence_async_shared()
-    buffers = (s_q, s_q_pe, s_left, s_right, s_pe, s_p0, s_m0, s_m1, s_l0, s_l1)
     bars = (bar_q, bar_l, bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum)
     return buffers, bars
 

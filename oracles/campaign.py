@@ -336,7 +336,7 @@ def drawn(argument: Mapping[str, Any], say: Say) -> None:
     say(STEP, DRAWING)
     for index in argument["indices"]:
         try:
-            case = draw(argument["problem"], argument["seed"], index, supports, argument.get("alike", 1))
+            case = draw(argument["problem"], argument["seed"], index, supports, argument["alike"])
         except NothingFound as error:
             say(ITEM, str(error))
             return
@@ -377,7 +377,7 @@ def shrunk(argument: Mapping[str, Any], say: Say) -> None:
             return False
         say(STEP, patience)
         job = Job(case, (verdict.backend,), tuple(argument["oracles"]), verdict.device, function=variant)
-        job = job._replace(judge_on=argument.get("judge_on"))
+        job = job._replace(judge_on=argument["judge_on"])
         try:
             verdicts = judged(job)
         except BaseException:  # what it means on this case was told when the first of its kind was judged

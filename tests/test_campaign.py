@@ -297,7 +297,8 @@ def test_what_supports_raises_is_left_to_the_judge(what, tmp_path, monkeypatch):
     )
     (tmp_path / f"liar_{what}.py").write_text(source + asked)
     monkeypatch.syspath_prepend(tmp_path)
-    said = told("drawn", {"backend": f"liar_{what}", "problem": "rope", "seed": 0, "indices": [0, 1]})
+    asked_of = {"backend": f"liar_{what}", "problem": "rope", "seed": 0, "indices": [0, 1], "alike": 1}
+    said = told("drawn", asked_of)
     assert [json.dumps(body) for kind, body in said if kind == ITEM] == [
         json.dumps(json.loads(draw("rope", 0, index).to_json())) for index in (0, 1)
     ]
@@ -469,7 +470,12 @@ def test_a_deadly_case_is_made_small_in_a_workers_worker(tmp_path, monkeypatch):
         status=CRASH, backend="liar_deadly", variant="default", oracle="value", case=case, device="cpu"
     )
     said = []
-    argument = {"verdict": json.loads(verdict.to_json()), "oracles": ["value"], "limits": [20.0, None]}
+    argument = {
+        "verdict": json.loads(verdict.to_json()),
+        "oracles": ["value"],
+        "limits": [20.0, None],
+        "judge_on": None,
+    }
     shrunk(argument, lambda kind, body: said.append((kind, body)))
     smaller = [Verdict.from_json(json.dumps(body)) for kind, body in said if kind == ITEM]
     assert smaller

@@ -397,21 +397,24 @@ def test_the_default_matrix_covers_what_it_promises():
     assert len({case.layout for case in everything}) == 4
 
 
+def _jobs_of_matrix(backend):
+    return jobs_of(
+        specs=[backend.name],
+        problems=[problems()[backend.problem]],
+        configs=list(PRESETS.values()),
+        formats=list(formats().values()),
+        oracles=None,
+        device="cpu",
+        seed=0,
+    )
+
+
 def test_every_variant_and_every_claim_has_its_turn():
     """Turns thin the matrix out. What they leave has every variant in every stage, and every claim in each
     stage on some function of every backend."""
     met = {}
     for backend in backends().values():
-        todo = jobs_of(
-            specs=[backend.name],
-            problems=[problems()[backend.problem]],
-            configs=list(PRESETS.values()),
-            formats=list(formats().values()),
-            oracles=None,
-            device="cpu",
-            seed=0,
-        )
-        for i, job in enumerate(todo):
+        for i, job in enumerate(_jobs_of_matrix(backend)):
             stage = i % len(STAGES)
             for variant, oracles in trials(job, tuple(backend.variants)):  # as if it took all of them
                 met.setdefault((backend.name, variant), set()).add(stage)
@@ -426,15 +429,7 @@ def test_every_variant_and_every_claim_has_its_turn():
 def test_what_takes_few_cases_meets_every_claim(name):
     """Of the cases of a stage that a backend takes, each claim has one: however few they are."""
     backend = backends()[name]
-    todo = jobs_of(
-        specs=[name],
-        problems=[problems()[backend.problem]],
-        configs=list(PRESETS.values()),
-        formats=list(formats().values()),
-        oracles=None,
-        device="cpu",
-        seed=0,
-    )
+    todo = _jobs_of_matrix(backend)
     met, tried = {}, set()
     for i, job in enumerate(todo):
         if backend.supports(job.case) is None:
@@ -455,20 +450,8 @@ def test_support_that_raises_is_told_where_its_case_is_judged(error):
     def supports(case):
         raise error(case)
 
-    job = _a_job()
+    job = _jobs_of_matrix(backends()["mla_ref.naive"])[5]
     assert trials(job, (), supports) == trials(job, ())
-
-
-def _a_job():
-    return jobs_of(
-        specs=["mla_ref.naive"],
-        problems=[problems()["attention"]],
-        configs=list(PRESETS.values()),
-        formats=list(formats().values()),
-        oracles=None,
-        device="cpu",
-        seed=0,
-    )[5]
 
 
 def test_turns_leave_nothing_out():

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import Abort, TyperException
 
+from oracles.whole_file import write_whole
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -154,8 +156,7 @@ def bugs(
         folder = _checkpoint(checkpoint)
         rows = list(sight.sights(folder, questions, out, jobs, _device(device)))
         if json_file is not None:
-            text = json.dumps(sight.record(rows, folder), indent=1)
-            json_file.write_text(f"{text}\n", encoding="utf-8")
+            _write(json_file, sight.record(rows, folder))
     typer.echo(sight.markdown(rows))
     if wrong := sight.unseen(rows):
         typer.echo(f"bugs: not as it must be: {', '.join(wrong)}", err=True)
@@ -239,7 +240,7 @@ def rejudge(
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
-    file.write_text(f"{json.dumps(record, indent=1, allow_nan=False)}\n", encoding="utf-8")
+    write_whole(file, f"{json.dumps(record, indent=1, allow_nan=False)}\n")
 
 
 def _code(record: dict[str, Any]) -> int:
@@ -337,7 +338,7 @@ def matrix(
         )
         rows = list(tables.cells(_checkpoint(checkpoint), asked, questions))
         if page is not None:
-            page.write_text(tables.page(rows, f"{checkpoint}: attention paths"), encoding="utf-8")
+            write_whole(page, tables.page(rows, f"{checkpoint}: attention paths"))
     typer.echo(tables.markdown(rows))
 
 

@@ -31,6 +31,7 @@ from evals.model import greedy, load, teacher_forced
 from evals.path import AttentionPath, layer_of
 from evals.planted import Planted
 from evals.task import TASK, stock_task
+from oracles.whole_file import write_whole
 
 LOG = logging.getLogger(__name__)
 TOKENS = "tokens.jsonl"
@@ -234,7 +235,7 @@ def evaluate(
         if planted is not None:
             lm.layer = planted.layer(lm.model)
         table = _answered(lm, settings, data, out, limit, chat)
-        (out / FINISHED).write_text(json.dumps({"questions": questions, "table": table}), encoding="utf-8")
+        write_whole(out / FINISHED, json.dumps({"questions": questions, "table": table}))
         return table
 
 
@@ -300,4 +301,4 @@ def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:
     text = json.dumps(settings, sort_keys=True)
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         raise ValueError(f"{file.parent}: holds a run with other settings; choose another folder")
-    file.write_text(text, encoding="utf-8")
+    write_whole(file, text)

@@ -34,6 +34,7 @@ from mla_ref.formats._e4m3 import E4M3_MAX
 from mla_ref.layer import layer_around
 from mla_ref.naive import naive
 from mla_ref.problem import AttentionOutput
+from oracles.whole_file import write_whole
 
 if TYPE_CHECKING:  # evals.lm imports lm_eval, which tiers 1 and 2 do without
     from evals.planted import Planted
@@ -237,7 +238,7 @@ def calibrate(
         "noise": noise,
         "cost": cost,
     }
-    (folder / NOISE).write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / NOISE, json.dumps(stored, indent=2) + "\n")
     return stored
 
 

@@ -27,6 +27,7 @@ from oracles.process_state import kept
 from oracles.source_mutants import EDITS, LAUNCHERS, source_mutants, why_not
 from oracles.verdict import PASS
 from oracles.verify import find_backend, judge
+from oracles.whole_file import write_whole
 
 # These compare with the truth, element by element; a mutant that nothing else kills is seen by them alone.
 PLAIN = ("value", "lse", "likely", "head_order")
@@ -220,4 +221,4 @@ def put_on_record(rows: Sequence[Killed], path: Path = RECORD) -> None:
     known = {(row.mutant, row.problem): row for row in (*old, *rows)}
     there = [(mutant.name, mutant.case.problem) for mutant in mutants()]
     there += [(name, edit.case.problem) for name, edit in EDITS.items()]
-    path.write_text(to_json([known[key] for key in there if key in known]), encoding="utf-8")
+    write_whole(path, to_json([known[key] for key in there if key in known]))

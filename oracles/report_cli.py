@@ -9,6 +9,7 @@ import typer
 from oracles.exits import UsageError
 from oracles.report import page
 from oracles.summary import summary
+from oracles.whole_file import write_whole
 
 MISSING = "needs jinja2 and matplotlib: pip install 'mla-verify[report]'"
 
@@ -27,10 +28,10 @@ def report(
         raise UsageError("report: nothing to write: name --html FILE, --json FILE or both")
     try:
         if as_json is not None:
-            as_json.write_text(json.dumps(summary(run), indent=1) + "\n", encoding="utf-8")
+            write_whole(as_json, json.dumps(summary(run), indent=1) + "\n")
             typer.echo(as_json)
         if html is not None:
-            html.write_text(page(run, title), encoding="utf-8")
+            write_whole(html, page(run, title))
             typer.echo(html)
     except ImportError as error:
         raise UsageError(f"report: {MISSING} ({error})") from None

@@ -26,9 +26,9 @@ import torch
 
 from mla_ref.case import Case
 from oracles.verdict import Verdict
+from oracles.whole_file import draft_of, write_whole
 
 MANIFEST, VERDICTS, FAILURES, LOCK = "manifest.json", "verdicts.jsonl", "failures.jsonl", "lock"
-DRAFT = "manifest.draft"
 
 # The parts of a manifest that a run which goes on must share; of the others, the first run's are kept.
 FIXED = ("run", "versions")
@@ -146,13 +146,14 @@ def open_run(path: Path, manifest: Mapping[str, Any]) -> Iterator[Journal]:
     line cannot be read; OSError if the directory cannot be written.
     """
     path.mkdir(parents=True, exist_ok=True)
-    if not is_run_directory(path) and any(file.name not in (LOCK, DRAFT) for file in path.iterdir()):
+    begun = LOCK, draft_of(path / MANIFEST).name
+    if not is_run_directory(path) and any(file.name not in begun for file in path.iterdir()):
         raise ValueError(f"{path}: is not empty, and holds no {MANIFEST}")
     with _locked(path):
         if is_run_directory(path):
             _must_fit(path, RunDirectory(path).manifest, manifest)
         else:
-            _write_manifest(path, json.dumps(manifest, indent=2) + "\n")
+            write_whole(path / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         files = [os.open(path / name, flags, 0o644) for name in (VERDICTS, FAILURES)]
         try:
@@ -187,15 +188,6 @@ def _must_fit(path: Path, here: Mapping[str, Any], asked: Mapping[str, Any]) -> 
                 raise ValueError(
                     f"{path}: its {name} is {json.dumps(old)}, not {json.dumps(new)}: not the same run"
                 )
-
-
-def _write_manifest(path: Path, text: str) -> None:
-    """All of the text under its name, or nothing."""
-    with (path / DRAFT).open("w", encoding="utf-8") as draft:
-        draft.write(text)
-        draft.flush()
-        os.fsync(draft.fileno())
-    (path / DRAFT).replace(path / MANIFEST)
 
 
 def _append(path: Path, file: int, line: str) -> None:

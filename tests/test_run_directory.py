@@ -233,7 +233,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 def test_a_run_killed_while_it_wrote_its_manifest_begins_again(tmp_path):
     (tmp_path / LOCK).touch()
-    (tmp_path / "manifest.draft").write_text('{"run')
+    (tmp_path / "manifest.json.draft").write_text('{"run')
     write(tmp_path, [0])
     assert numbers(tmp_path) == [0]
 
@@ -258,7 +258,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
 
 
 def test_a_disk_that_is_full_from_the_start_is_an_error(tmp_path):
-    (tmp_path / "manifest.draft").symlink_to("/dev/full")
+    (tmp_path / "manifest.json.draft").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
         write(tmp_path, [])
     assert not (tmp_path / MANIFEST).exists()

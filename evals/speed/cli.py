@@ -21,6 +21,7 @@ from evals.speed.work import WORK
 from mla_ref.case import Case
 from oracles.exits import printable
 from oracles.verify import use_device
+from oracles.whole_file import write_whole
 
 Names = list[str] | None
 HELD, WRONG, NOTHING_RAN = 0, 1, 3
@@ -143,7 +144,7 @@ def _seen(record: dict[str, Any], path: Path | None) -> None:
         case = record["cases"][-1]
         typer.echo(f"{printable(case['label'])}: {case['seconds']} s", err=True)
     if path:
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def _console() -> Console:

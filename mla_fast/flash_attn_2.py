@@ -11,11 +11,11 @@ multiple of 8, queries that are not bf16 or fp16.
 """
 
 import importlib
-import importlib.util
 
 import torch
 
 from mla_fast._expanded_keys import packed
+from mla_fast._installed import found, why_not
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
@@ -27,11 +27,15 @@ MODULE = "flash_attn.flash_attn_interface"  # FlashAttention-4 is a package of t
 
 
 def requires(device: str) -> str | None:
-    """A GPU of Ampere's or later."""
+    """A GPU of Ampere's or later, and the package or, where there is none, torch's copy."""
     if device != "cuda" or not torch.cuda.is_available():
         return "needs a CUDA device"
     if torch.cuda.get_device_capability() < (8, 0):
         return "FlashAttention-2 needs compute capability 8.0"
+    if found(MODULE):
+        return why_not(MODULE, "flash_attn_varlen_func")
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"neither {MODULE} nor torch's copy of FlashAttention-2 is installed"
     return None
 
 
@@ -75,7 +79,7 @@ def flash_attn_2(
         return AttentionOutput(q_nope.new_zeros(*query.shape[:2], value.shape[-1]), lse)
     padded = torch.nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
     ends = cu_seqlens_q, lengths[0], max_seqlen_q, lengths[1]
-    if importlib.util.find_spec("flash_attn") and importlib.util.find_spec(MODULE):
+    if found(MODULE):
         out, lse, _ = importlib.import_module(MODULE).flash_attn_varlen_func(
             query, key, padded, *ends, softmax_scale=softmax_scale, causal=True, return_attn_probs=True
         )

@@ -11,12 +11,12 @@ another type than the query's, GPUs other than Hopper.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from mla_fast._installed import found, why_not
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
@@ -32,7 +32,7 @@ ALIGNMENT = 16  # bytes, of every address and stride that the copy engine sees
 
 def installed() -> str | None:
     """The module that will be called."""
-    return next((name for name in (PAGED, CONTIGUOUS) if importlib.util.find_spec(name)), None)
+    return next((name for name in (PAGED, CONTIGUOUS) if found(name)), None)
 
 
 def requires(device: str) -> str | None:
@@ -41,7 +41,9 @@ def requires(device: str) -> str | None:
         return "needs a CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
         return "FlashAttention-3 takes qv on compute capability 9.0 alone"
-    return None if installed() else f"neither {PAGED} nor {CONTIGUOUS} is installed"
+    if (name := installed()) is None:
+        return f"neither {PAGED} nor {CONTIGUOUS} is installed"
+    return why_not(name, "flash_attn_with_kvcache", "flash_attn_varlen_func")
 
 
 def supports(case: Case) -> str | None:

@@ -11,10 +11,9 @@ the query's, GPUs other than Hopper. A NaN among visible keys is dropped by the 
 there.
 """
 
-import importlib.util
-
 import torch
 
+from mla_fast._installed import why_not
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
@@ -33,7 +32,7 @@ def requires(device: str) -> str | None:
         return "needs a CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
         return "FlashMLA's dense decode is built for compute capability 9.0 alone"
-    return None if importlib.util.find_spec("flash_mla") else "flash_mla is not installed"
+    return why_not("flash_mla", "flash_mla_with_kvcache", "get_mla_metadata")
 
 
 def supports(case: Case) -> str | None:

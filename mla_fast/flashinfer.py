@@ -10,12 +10,12 @@ Not supported: widths other than 512 + 64, other types than bfloat16, entries no
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from mla_fast._installed import why_not
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
@@ -32,7 +32,7 @@ def requires(device: str) -> str | None:
     """The module, and a CUDA device."""
     if device != "cuda" or not torch.cuda.is_available():
         return "needs a CUDA device"
-    return None if importlib.util.find_spec("flashinfer") else "flashinfer is not installed"
+    return why_not("flashinfer.mla", "BatchMLAPagedAttentionWrapper")
 
 
 def supports(case: Case) -> str | None:

@@ -10,12 +10,14 @@ once more than a layer's numerics can say), llama-4 scaling, latent scales, NoPE
 """
 
 import functools
-import importlib.util
+import importlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from mla_fast._installed import why_not
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.config import YARN, MLAConfig
@@ -26,17 +28,22 @@ from mla_ref.problem import implements
 from mla_ref.problems.layer import PROBLEM, LayerOutput
 from mla_ref.rows import causal_mask, requests
 
+MODULE = "transformers.models.deepseek_v3.modeling_deepseek_v3"
 EPSILON = 1e-6  # of its norms, whatever the model's configuration says
 
 
 def requires(device: str) -> str | None:
     """The package, with layers that cache the latent."""
-    if not importlib.util.find_spec("transformers"):
-        return "transformers is not installed"
+    if reason := why_not("transformers", "__version__"):
+        return reason
     import transformers
 
-    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    return None if found >= (5, 24) else f"transformers {transformers.__version__} is older than 5.24"
+    found = re.match(r"(\d+)\.(\d+)", transformers.__version__)
+    if not found or tuple(map(int, found.groups())) < (5, 24):
+        return f"transformers {transformers.__version__} is not 5.24 or newer"
+    return why_not("transformers", "DynamicCache", "DeepseekV3Config") or why_not(
+        MODULE, "DeepseekV3Attention", "DeepseekV3RotaryEmbedding"
+    )
 
 
 def supports(case: Case) -> str | None:
@@ -64,8 +71,8 @@ def supports(case: Case) -> str | None:
 def modules(config: MLAConfig) -> tuple[Any, Any]:
     """Their layer, without memory for its weights, and their rotary tables."""
     from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
+    theirs = importlib.import_module(MODULE)
     rope: dict[str, Any] = {"rope_type": config.rope.scaling, "rope_theta": config.rope.theta}
     if config.rope.scaling == YARN:
         names = ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")

@@ -5,7 +5,9 @@ first two document themselves, and what is judged is what the adapters make of i
 """
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -277,6 +279,119 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
 def test_unsupported_says_why(backend: Backend, case: Case, reason: str) -> None:
     assert reason in (backend.supports(case) or "")
     assert {v.status for v in judge(replace(backend, requires=available), case)} == {UNSUPPORTED}
+
+
+class Broken(MetaPathFinder, Loader):
+    """Finds what is named, and raises where it is loaded; the libraries that are not named are not there."""
+
+    def __init__(self, names: dict[str, BaseException | None]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        if name in self.names:
+            return ModuleSpec(name, self, is_package=True)
+        if name.partition(".")[0] in LIBRARIES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        if (error := self.names[module.__name__]) is not None:
+            raise error
+
+
+LIBRARIES = (
+    "flash_mla",
+    "flash_attn",
+    "flash_attn_interface",
+    "fa3_fwd_interface",
+    "flashinfer",
+    "transformers",
+)
+FA2, FA3 = flash_attn_2.MODULE, flash_attn_3.CONTIGUOUS
+# An adapter, and what it imports, outermost first.
+IMPORTS = (
+    (flash_mla, ("flash_mla",)),
+    (flashinfer, ("flashinfer", "flashinfer.mla")),
+    (flash_attn_2, ("flash_attn", FA2)),
+    (flash_attn_3, (FA3,)),
+    (flash_attn_3, (flash_attn_3.PAGED,)),
+    (flash_attn_3_paged, (FA3,)),
+    (flash_attn_3_varlen, (FA3,)),
+    (transformers_layer, ("transformers",)),
+)
+Give = Callable[[dict[str, BaseException | None]], None]
+
+
+@pytest.fixture
+def give(monkeypatch: pytest.MonkeyPatch) -> Iterator[Give]:
+    """On a Hopper GPU with these libraries alone: name -> what its import raises, or None."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    imported = dict(sys.modules)
+
+    def forget() -> None:
+        for name in [n for n in sys.modules if n.partition(".")[0] in LIBRARIES]:
+            del sys.modules[name]
+
+    def so(names: dict[str, BaseException | None]) -> None:
+        forget()
+        monkeypatch.setattr(sys, "meta_path", [Broken(names), *sys.meta_path])
+
+    yield so
+    forget()
+    sys.modules.update(imported)
+
+
+@pytest.mark.parametrize(("module", "names"), IMPORTS)
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libcuda.so.1: cannot open shared object file\nand more"),
+        ModuleNotFoundError("No module named 'einops'", name="einops"),
+        OSError("undefined symbol"),
+        AttributeError("module 'torch' has no attribute 'nowhere'"),
+        RuntimeError(),
+        SystemExit(1),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_library_that_does_not_load_is_a_reason(
+    module: ModuleType, names: tuple[str, ...], error: BaseException, give: Give
+) -> None:
+    told = f"does not load: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    for i in range(len(names)):
+        give(dict.fromkeys(names[:i]) | {names[i]: error})
+        assert (module.BACKEND.requires("cuda") or "").endswith(told)
+
+
+@pytest.mark.parametrize(("module", "names"), IMPORTS)
+def test_a_library_that_is_not_there_is_a_reason(
+    module: ModuleType, names: tuple[str, ...], give: Give
+) -> None:
+    give({})
+    assert (module.BACKEND.requires("cuda") or "").endswith(" installed")
+
+
+@pytest.mark.parametrize(("module", "names"), IMPORTS)
+def test_a_library_of_another_version_is_a_reason(
+    module: ModuleType, names: tuple[str, ...], give: Give
+) -> None:
+    give(dict.fromkeys(names))
+    assert f"{names[-1]} has no " in (module.BACKEND.requires("cuda") or "")
+
+
+def test_torchs_own_flash_attention_is_one(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for where the package is not there, and not where another one of its name is."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    for names in ({}, {"flash_attn": None}):
+        give(names)
+        assert flash_attn_2.requires("cuda") is None
+    give({"flash_attn": OSError("broken")})
+    assert "does not load" in (flash_attn_2.requires("cuda") or "")
 
 
 LAYERS = ("deepseek-v3", "deepseek-v2-lite", "moonlight-16b-a3b", "minicpm3-4b", "glm-4.7-flash")

@@ -1,0 +1,33 @@
+"""Whether a library can be called here: by importing it, since one that is there may still not load."""
+
+import importlib
+import importlib.util
+
+
+def found(name: str) -> bool:
+    """Whether a module is there, be it broken: a package that raises where it is looked into is there."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        return error.name is None or not _is_or_holds(error.name, name)
+    except (Exception, SystemExit):
+        return True
+
+
+def why_not(name: str, *members: str) -> str | None:
+    """Why a module, or one of its members, cannot be called; or None.
+
+    A library that does not load raises whatever its loader meets: OSError, AttributeError, an exit.
+    """
+    try:
+        module = importlib.import_module(name)
+        lacking = [member for member in members if not hasattr(module, member)]
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and _is_or_holds(error.name, name):
+            return f"{name} is not installed"
+        return f"{name} does not load: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"{name} has no {', '.join(lacking)}" if lacking else None
+
+
+def _is_or_holds(package: str, name: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")

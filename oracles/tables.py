@@ -121,11 +121,11 @@ def _oracles() -> Table:
             item.name,
             ", ".join(item.problems) or "all",
             _claim(f"oracles.rules.{module}"),
-            ", ".join(item.kills),
+            str(len(item.kills)),
         )
         for module, item in found
     )
-    return Table(("oracle", "problems", "claim", "kills"), tuple(rows))
+    return Table(("oracle", "problems", "claim", "mutants"), tuple(rows))
 
 
 def _claims() -> Table:
@@ -134,10 +134,11 @@ def _claims() -> Table:
             item.name,
             ", ".join(item.problems) or "all",
             *(_labelled(f"oracles.rules.{module}", label) for label in ("Claim", "Why", "Exact or bounded")),
+            ", ".join(item.kills),
         )
         for module, item in scan("oracles.rules", "ORACLE").items()
     )
-    return Table(("oracle", "problems", "claim", "why", "exact or bounded"), rows)
+    return Table(("oracle", "problems", "claim", "why", "exact or bounded", "kills"), rows)
 
 
 def _mutants() -> Table:

@@ -21,9 +21,10 @@ from mla_fast import (
     flash_attn_3_varlen,
     flash_mla,
     flashinfer,
+    sdpa_cudnn,
     transformers_layer,
 )
-from mla_ref.backend import Backend, available
+from mla_ref.backend import Backend, available, missing
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.layout import CacheLayout
@@ -186,20 +187,78 @@ def test_flash_attn_2_of_its_own_package(monkeypatch: pytest.MonkeyPatch, seed: 
     assert verdicts(flash_attn_2.BACKEND, replace(EXPANDED, seed=seed)) == {}
 
 
+def stand_in_cudnn(q, k, v, bias, compute_lse, dropout, causal, debug, scale):
+    """[b h s d] queries, lse [b h s 1]; top-left where it is causal, and no row without a key."""
+    assert compute_lse
+    assert bias is None or (bias.dtype == q.dtype and bias.stride(-2) * bias.element_size() % 16 == 0)
+    scores = scale * (q.float() @ k.float().transpose(-1, -2)) + (0.0 if bias is None else bias.float())
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    assert lse.isfinite().all()
+    return (torch.softmax(scores, -1) @ v.float()).to(q.dtype), lse, None
+
+
+def test_sdpa_cudnn(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", stand_in_cudnn)
+    for lens in VARLEN:
+        case = replace(EXPANDED, seed=seed, **lens)
+        assert verdicts(sdpa_cudnn.BACKEND, case) == {}
+
+
+def test_what_torch_says_of_its_own_kernels() -> None:
+    """Its schemas and shapes, which it knows on any machine, are the stand-ins'."""
+    with torch.device("meta"):
+        q, k, v = (torch.empty(1, 3, j, x, dtype=torch.bfloat16) for j, x in ((5, 192), (9, 192), (9, 128)))
+        bias, cu_k = torch.empty(1, 3, 5, 9, dtype=torch.bfloat16), torch.empty(3, dtype=torch.int32)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, bias, True, 0.0, False, False, scale=0.1
+        )
+        assert (out.shape, lse.shape) == ((1, 3, 5, 128), (1, 3, 5, 1))
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, k))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_k, cu_k, 5, 9, 0.0, True, False, scale=0.1
+        )
+        assert (out.shape, lse.shape) == ((5, 3, 192), (3, 5))
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
-def test_flash_attn_3_varlen_prepared(fmt: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize("module", [flash_attn_3_varlen, sdpa_cudnn])
+def test_prepared(module: ModuleType, fmt: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """What is left to a layer is right as well, the second time too."""
     install(monkeypatch, flash_attn_3.CONTIGUOUS, flash_attn_varlen_func=stand_in_varlen)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", stand_in_cudnn)
 
     def twice(*args: object) -> object:
         inputs = problem("attention").inputs(*args)
-        prepared = flash_attn_3_varlen.prepare(inputs)
+        prepared = module.prepare(inputs)
         prepared.run()
         return prepared.finish(prepared.run())
 
-    backend = replace(flash_attn_3_varlen.BACKEND, fn=twice)
+    backend = replace(module.BACKEND, fn=twice)
     for lens in ({}, {"q_lens": (1, 0, 3), "kv_lens": (130, 64, 2)}, {"kv_lens": (0, 0, 0)}):
         assert verdicts(backend, replace(EXPANDED, seed=seed, cache_format=fmt, block_size=16, **lens)) == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "case"),
+    [
+        (flash_mla, UNIFORM),
+        (flash_attn_3, RAGGED),
+        (flash_attn_3_paged, replace(RAGGED, problem="paged_attention")),
+        (flashinfer, RAGGED),
+        (flash_attn_2, EXPANDED),
+        (flash_attn_3_varlen, EXPANDED),
+        (sdpa_cudnn, EXPANDED),
+    ],
+)
+def test_judged_where_its_library_runs(module: ModuleType, case: Case, seed: int) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := missing(module.BACKEND, device):
+        pytest.skip(f"{module.BACKEND.name}: {reason}")
+    judged = judge(module.BACKEND, replace(case, seed=seed), device=device)
+    assert {v.status for v in judged} <= {PASS, UNSUPPORTED}, [v.detail for v in judged]
+    assert PASS in {v.status for v in judged}
 
 
 def verdicts(backend: Backend, case: Case, oracles: tuple[str, ...] = ORACLES) -> dict[str, str]:
@@ -271,6 +330,10 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
         (flash_attn_2.BACKEND, replace(EXPANDED, config=replace(CONFIG, v_head_dim=200)), "x=192, v=200"),
         (flash_attn_2.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
         (flash_attn_2.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
+        (sdpa_cudnn.BACKEND, replace(EXPANDED, config=replace(CONFIG, v_head_dim=264)), "x=192, v=264"),
+        (sdpa_cudnn.BACKEND, replace(EXPANDED, config=replace(CONFIG, qk_nope_head_dim=124)), "x=188, v=128"),
+        (sdpa_cudnn.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
+        (sdpa_cudnn.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
         (flash_attn_3.BACKEND, replace(UNIFORM, config=replace(CONFIG, qk_rope_head_dim=0)), "r=0"),
         (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float32"), "float32 queries"),
         (flash_attn_3.BACKEND, replace(UNIFORM, dtype="float16", cache_format="fp16"), "without float16"),
@@ -382,6 +445,24 @@ def test_a_library_of_another_version_is_a_reason(
 ) -> None:
     give(dict.fromkeys(names))
     assert f"{names[-1]} has no " in (module.BACKEND.requires("cuda") or "")
+
+
+def test_the_cudnn_of_torch_is_asked_for(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
+    def another() -> int:
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 19, 0)\nbut found (8, 9, 2)")
+
+    for version, reason in (
+        (lambda: 91900, None),
+        (lambda: None, "torch was built without cuDNN"),
+        (
+            another,
+            "cuDNN does not load: RuntimeError: cuDNN version incompatibility: compiled against (9, 19, 0)",
+        ),
+    ):
+        monkeypatch.setattr(torch.backends.cudnn, "version", version)
+        assert sdpa_cudnn.requires("cuda") == reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "8.0" in (sdpa_cudnn.requires("cuda") or "")
 
 
 def test_torchs_own_flash_attention_is_one(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from mla_ref.case import Case
+from oracles.asked import Declined, told_later
 from oracles.coverage import NothingFound, draw
 from oracles.exits import WorkersError
 from oracles.matrix import Job
@@ -328,7 +329,7 @@ def _smaller(work: _Shrinking, outcome: Outcome) -> Failure:
 def drawn(argument: Mapping[str, Any], say: Say) -> None:
     """In a worker: cases, one after the other, and, instead of the first that cannot be found, why.
 
-    Whatever is raised here is raised by our own code: see ``_supports``.
+    Whatever is raised here is raised by our own code: what the backend raises is told where it is judged.
     """
     say(STEP, {PATIENCE: IMPORT_SECONDS})
     spec = argument["backend"]
@@ -347,17 +348,9 @@ def drawn(argument: Mapping[str, Any], say: Say) -> None:
 
 
 @cache
-def _supports(spec: str) -> Callable[[Case], str | None]:
-    """A backend's own, but where it raises the case is taken, so that it raises before the judge."""
-    backend = find_backend(spec)
-
-    def supports(case: Case) -> str | None:
-        try:
-            return backend.supports(case)
-        except BaseException:
-            return None
-
-    return supports
+def _supports(spec: str) -> Declined:
+    """A backend's, always the same: what follows from its answers is kept."""
+    return told_later(find_backend(spec), KeyboardInterrupt)
 
 
 def shrunk(argument: Mapping[str, Any], say: Say) -> None:

@@ -15,6 +15,7 @@ from mla_ref.presets import PRESETS
 from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
+from oracles.asked import told_later
 from oracles.console import describe, distinct, left_out, reasons
 from oracles.coverage import draw
 from oracles.exits import printable
@@ -84,10 +85,10 @@ def claims_of(selection: Selection) -> list[Claim]:
     use_device(selection.device)
     _limits(selection)
     backend = load(selection.backend)
-    variants = tuple(backend.variants)
+    variants, supports = tuple(backend.variants), told_later(backend)
     found: dict[tuple[str, str], dict[str, None]] = {}
     for stage, job in _jobs(selection):
-        judging = {oracle for _, oracles in trials(job, variants, backend.supports) for oracle in oracles}
+        judging = {oracle for _, oracles in trials(job, variants, supports) for oracle in oracles}
         kept = found.setdefault((job.case.problem, stage), {})
         kept.update(dict.fromkeys(oracle for oracle in job.oracles if oracle in judging))
     if not found:
@@ -128,8 +129,9 @@ def _drawn(selection: Selection, jobs: Sequence[Job]) -> Iterator[Job]:
     if not jobs:
         return
     backend, oracles = load(selection.backend), jobs[0].oracles
+    supports = told_later(backend)
     for i in range(selection.cases):
-        case = draw(backend.problem, selection.seed, i, backend.supports)
+        case = draw(backend.problem, selection.seed, i, supports)
         turn = None if selection.full else (i, selection.cases)
         yield Job(case, (selection.backend,), oracles, selection.device, turn)
 

@@ -218,7 +218,7 @@ def trials(
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Which of a backend's functions are tried, its own being "", and the oracles that judge each of them.
 
-    supports: the backend's, which says what cases its turns are dealt over.
+    supports: the backend's, as ``asked.told_later``, which says what cases its turns are dealt over.
     """
     turns = [
         (name, oracles) for name, oracles in _turns(job, variants, supports) if job.function in (None, name)
@@ -248,7 +248,7 @@ def _turns(
 def _place(job: Job, supports: Callable[[Case], str | None]) -> tuple[int, int]:
     """Which of its stage's cases this one is, and how many there are, of those that the backend takes."""
     assert job.turn is not None
-    taken = [case for case in map(_case_of, job.mates) if _takes(supports, case)]
+    taken = [case for case in map(_case_of, job.mates) if supports(case) is None]
     if job.case in taken:
         return taken.index(job.case), len(taken)
     at, of = (n // len(STAGES) for n in job.turn)
@@ -259,14 +259,6 @@ def _place(job: Job, supports: Callable[[Case], str | None]) -> tuple[int, int]:
 @lru_cache(maxsize=1024)
 def _case_of(text: str) -> Case:
     return Case.from_json(text)
-
-
-def _takes(supports: Callable[[Case], str | None], case: Case) -> bool:
-    # What it raises is told where that case is judged.
-    try:
-        return supports(case) is None
-    except (Exception, SystemExit):
-        return True
 
 
 def _by_lot(job: Job, variants: Sequence[str]) -> tuple[str, tuple[str, ...]]:

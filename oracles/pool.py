@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_ref.backend import Backend, missing
+from mla_ref.backend import Backend, supports_all
 from mla_ref.case import Case
 from mla_ref.problem import problems
 from oracles import kernel_keys
+from oracles.asked import Declined, missing, told_later
 from oracles.matrix import Job, load, trials
-from oracles.oracle import rules
+from oracles.oracle import Raised, rules
 from oracles.sources import digest_of
 from oracles.verdict import CRASH, ERROR, TIMEOUT, Verdict
 from oracles.verify import BACKEND_PACKAGES, DEFAULT, find_backend, judgements, use_device
@@ -59,7 +60,7 @@ def judge_job(job: Job) -> list[Verdict]:
         verdict
         for spec in job.specs
         for backend in (find_backend(spec),)
-        for name, oracles in trials(job, tuple(backend.variants), backend.supports)
+        for name, oracles in trials(job, tuple(backend.variants), told_later(backend))
         for verdict in _claims(job, spec, backend, name, oracles)
     ]
 
@@ -120,11 +121,13 @@ class Part(NamedTuple):
     """What is left of a job, and what is known of it already.
 
     skip: functions of the first backend that are not to be tried again. known: ``Verdict.without_case``.
+    unasked: the first backend did not survive being asked about other cases, and counts as taking them all.
     """
 
     job: Job
     skip: int = 0
     known: tuple[Mapping[str, Any], ...] = ()
+    unasked: bool = False
 
     @property
     def case(self) -> dict[str, Any]:
@@ -133,25 +136,32 @@ class Part(NamedTuple):
 
     def task(self, key: int) -> Task:
         """What a worker is to do."""
-        argument = {**self.job._asdict(), "case": self.case, "skip": self.skip}
+        more = {"case": self.case, "skip": self.skip, "unasked": self.unasked, PATIENCE: IMPORT_SECONDS}
+        argument = {**self.job._asdict(), **more}
         return Task("oracles.pool:judged", argument, key)
 
     def after(self, outcome: Outcome) -> "Part":
         """What is left, no backend if that is nothing, once a worker has ended with it, in whatever way."""
-        at, trial, claims, known = 0, None, 0, list(self.known)
+        at, trial, asked, claims, known = 0, None, False, 0, list(self.known)
         for kind, body in outcome.messages:
             if kind == ITEM:
                 known.append(body)
                 claims += 1
             elif "backend" in body:
-                at, trial = body["backend"], None
+                at, trial, asked = body["backend"], None, False
+            elif "asked" in body:
+                asked = True
             elif "trial" in body:
                 trial, claims = body, 0
+        if outcome.end in (CRASHED, TIMED_OUT) and asked and trial is None:
+            skip = self.skip if at == 0 else 0
+            return Part(self.job._replace(specs=self.job.specs[at:]), skip, tuple(known), unasked=True)
         if outcome.end in STATUS:
             known.append(self._ended(outcome, self.job.specs[at], trial, claims))
         left = self.job.specs[at + (trial is None) :] if outcome.end != DONE else ()
         skip = trial["trial"] + 1 if trial is not None else 0
-        return Part(self.job._replace(specs=left), skip, tuple(known))
+        unasked = self.unasked and at == 0 and trial is not None
+        return Part(self.job._replace(specs=left), skip, tuple(known), unasked)
 
     def _ended(
         self, outcome: Outcome, spec: str, trial: Mapping[str, Any] | None, claims: int
@@ -177,11 +187,13 @@ def judged(argument: Mapping[str, Any], say: Say) -> None:
 
     A device that can no longer be used is a crash of the claim under which that was found.
     """
-    job, skip = _job(argument), argument["skip"]
+    job, skip, patience = _job(argument), argument["skip"], {PATIENCE: argument[PATIENCE]}
     for at, spec in enumerate(job.specs):
-        say(STEP, {"backend": at, PATIENCE: IMPORT_SECONDS})
+        say(STEP, {"backend": at, **patience})
         backend = find_backend(spec)
-        for trial, (name, oracles) in enumerate(trials(job, tuple(backend.variants), backend.supports)):
+        unasked = at == 0 and argument["unasked"]
+        supports = supports_all if unasked else _supports(backend, say, patience)
+        for trial, (name, oracles) in enumerate(trials(job, tuple(backend.variants), supports)):
             if at == 0 and trial < skip:
                 continue
             say(STEP, {"trial": trial, "variant": name or DEFAULT, "oracles": oracles})
@@ -194,6 +206,20 @@ def judged(argument: Mapping[str, Any], say: Say) -> None:
             if (lost := why_lost(job.device)) is not None:
                 say(ITEM, _unusable(job, spec, name, lost).without_case())
                 raise Replace(lost)
+
+
+def _supports(backend: Backend, say: Say, patience: Mapping[str, float]) -> Declined:
+    """A backend's, where it is asked about other cases than the one that is judged: each time it is a step.
+
+    What it does then, to its process, too, is told where the other case is judged, and not here.
+    """
+    ask = told_later(backend, KeyboardInterrupt)
+
+    def supports(case: Case) -> str | None:
+        say(STEP, {"asked": True, **patience})
+        return ask(case)
+
+    return supports
 
 
 class InTheJudge(RuntimeError):
@@ -311,22 +337,34 @@ def describe_all(engine: Engine, specs: Sequence[str], device: str) -> dict[str,
         if outcome is None:
             continue
         spec = outcome.task.argument["spec"]
-        if outcome.end != DONE:
+        said = [body for kind, body in outcome.messages if kind == ITEM]
+        if not said:
             told = outcome.why.removeprefix("ValueError: ")
-            raise ValueError(told if outcome.end == RAISED else f"backend {spec!r}: its import: {told}")
-        found[spec] = Described(*outcome.messages[-1][1])
+            ours = outcome.end == RAISED and told != outcome.why
+            raise ValueError(told if ours else f"backend {spec!r}: its import: {told}")
+        found[spec] = Described(*said[-1])
     return {spec: found[spec] for spec in specs}
 
 
 def describe(argument: Mapping[str, Any], say: Say) -> None:
-    """In a worker: what a backend is."""
+    """In a worker: what a backend is, and then again with what it misses, if it survives that question."""
     say(STEP, {PATIENCE: argument[PATIENCE]})
-    say(ITEM, _described(argument["spec"], argument["device"]))
+    found = _imported(argument["spec"])
+    say(ITEM, found)
+    say(ITEM, found._replace(unavailable=_missing(argument["spec"], argument["device"], KeyboardInterrupt)))
 
 
 def _described(spec: str, device: str) -> Described:
-    """Asked here. A backend that raises when it is asked what it requires will do so when it is judged."""
-    backend, unavailable = load(spec), None
-    with contextlib.suppress(Exception, SystemExit):
-        unavailable = missing(backend, device)
-    return Described(backend.problem, unavailable, "" if _of_the_house(spec) else digest_of(spec))
+    """Asked here."""
+    return _imported(spec)._replace(unavailable=_missing(spec, device))
+
+
+def _imported(spec: str) -> Described:
+    return Described(load(spec).problem, None, "" if _of_the_house(spec) else digest_of(spec))
+
+
+def _missing(spec: str, device: str, *more: type[BaseException]) -> str | None:
+    """A backend that raises when it is asked what it requires will do so when it is judged."""
+    with contextlib.suppress(Raised, *more):
+        return missing(load(spec), device)
+    return None

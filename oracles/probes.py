@@ -23,6 +23,7 @@ from mla_ref.pages import block_table, scatter, slots
 from mla_ref.problem import problem
 from mla_ref.problems.paged_attention import pages
 from mla_ref.values import integers
+from oracles.asked import declined
 from oracles.bounds import ADMISSIBLE, Admissible, spacing, type_named
 from oracles.compare import identical, told, within, worst_of
 from oracles.oracle import Trial, private_copy
@@ -118,7 +119,7 @@ def shows(
 
 def runnable(trial: Trial, case: Case) -> bool:
     """Whether the backend on trial takes a case."""
-    return trial.backend.supports(case) is None
+    return declined(trial.backend, case) is None
 
 
 def nothing(why: str) -> Finding:

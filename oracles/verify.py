@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from mla_ref.backend import Backend, backends_in, missing
+from mla_ref.backend import Backend, backends_in
 from mla_ref.case import Case
 from mla_ref.problem import Problem, problem
+from oracles.asked import declined, missing
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.compare import why_not_comparable
 from oracles.mirror import Mirror
@@ -126,9 +127,9 @@ def judgements(
     try:
         status, reason = UNAVAILABLE, missing(backend, device)
         if reason is None:
-            status, reason = UNSUPPORTED, contract.why_not(case) or backend.supports(case)
-    except (Exception, SystemExit) as error:
-        status, reason = ERROR, f"{type(error).__name__}: {_line(error)}"
+            status, reason = UNSUPPORTED, contract.why_not(case) or declined(backend, case)
+    except Raised as error:
+        status, reason = ERROR, str(error)
     for name, fn in variants.items():
         if reason is not None:
             yield from (_verdict(status, backend, name, o, case, device, reason) for o in wanted)

@@ -19,7 +19,7 @@ from mla_ref.layout import CacheLayout
 from mla_ref.layout_algebra import KV_ORDERS
 from oracles.compare import identical, within
 from oracles.oracle import Oracle, Trial
-from oracles.probes import fresh_pages, pools, repeats
+from oracles.probes import fresh_pages, pools, repeats, runnable
 from oracles.verdict import Finding
 
 # Multiples of what any copy engine asks for, and no strides that a packed cache could have.
@@ -34,7 +34,7 @@ def check(trial: Trial) -> Finding:
     """Run again on copies of the cache in other layouts."""
     output, shapes, checked = trial.run(trial.inputs), trial.problem.output_shapes, 0
     for case in elsewhere(trial.case):
-        if trial.backend.supports(case) is not None:
+        if not runnable(trial, case):
             continue
         again = trial.run(moved(trial.inputs, case))
         for name, letters in shapes.items():

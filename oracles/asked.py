@@ -1,0 +1,56 @@
+"""What a backend is asked before it is tried: what it misses on a device, and why it declines a case.
+
+An answer is a reason, or None. Whatever else comes of a question is an error of the backend's that names the
+question, wherever it was asked: nobody takes silence, or an exception, for an answer.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from mla_ref.backend import Backend
+from mla_ref.backend import missing as required
+from mla_ref.case import Case
+from oracles.oracle import Raised
+
+Declined = Callable[[Case], str | None]
+
+
+def missing(backend: Backend, device: str | torch.device) -> str | None:
+    """What a backend misses on a device, or None. Raises: Raised if that is not what it answers."""
+    return _answer("requires", lambda: required(backend, device))
+
+
+def declined(backend: Backend, case: Case) -> str | None:
+    """Why a backend does not take a case, or None. Raises: Raised if that is not what it answers."""
+    return _answer("supports", lambda: backend.supports(case))
+
+
+def told_later(backend: Backend, *more: type[BaseException]) -> Declined:
+    """``declined``, but None where that raises: the error is told where the case is judged.
+
+    more: what else is the backend's; in a worker, which no terminal interrupts, KeyboardInterrupt.
+    """
+    theirs: tuple[type[BaseException], ...] = (Raised, *more)
+
+    def ask(case: Case) -> str | None:
+        try:
+            return declined(backend, case)
+        except theirs:
+            return None
+
+    return ask
+
+
+def _answer(question: str, ask: Callable[[], object]) -> str | None:
+    try:
+        answer = ask()
+    except KeyboardInterrupt as error:  # the user's, where this is no worker
+        raise KeyboardInterrupt(f"in {question}: {error}") from error
+    except BaseException as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise Raised(f"{question} raised {type(error).__name__}: {line}") from error
+    if answer is None or (isinstance(answer, str) and answer):
+        return answer
+    what = "an empty reason" if answer == "" else type(answer).__name__
+    raise Raised(f"{question} returned {what}, must return a reason or None")

@@ -13,11 +13,12 @@ width and the rank of the query, which only a whole layer sees, and only as leng
 
 A backend's own function is tried on every case, and its variants take turns: each meets all four stages. What
 one run shows is judged on every case; the oracles that run an implementation again take turns too, over
-those cases of each stage that the backend takes, so that one that takes few of them meets every oracle.
+those cases of each stage that the backend takes, so that one that takes few of them meets every oracle. Who
+takes few of all has cases of its own besides, made of the same rows: ``narrow``.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
@@ -132,50 +133,96 @@ STAGES: dict[str, tuple[Row, ...]] = {
 ROWS = tuple(row for rows in zip(*STAGES.values(), strict=True) for row in rows)
 
 
+class Dealt(NamedTuple):
+    """A row with what is dealt to it: everything for which a backend may decline the case.
+
+    heads: at most so many, as many as divide the model's. lengths: q_lens and kv_lens. stored: dtype, format.
+    scales: of keys and values, where the format has one. groups: key/value heads are its common divisor with
+    the heads; 0: all of them. order: of the axes of a pool of keys and values.
+    """
+
+    model: MLAConfig
+    heads: int
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    stored: tuple[str, CacheFormat]
+    block_size: int
+    layout: CacheLayout
+    scales: tuple[float, float]
+    groups: int
+    order: str
+
+
 def matrix(
     contract: Problem, configs: Sequence[MLAConfig], formats: Sequence[CacheFormat], seed: int = 0
 ) -> list[Case]:
     """The cases of one problem, in a fixed order; none if it cannot be made of these."""
+    return [case_of(contract.name, i, dealt, seed) for i, dealt in deals(contract, configs, formats)]
+
+
+def deals(
+    contract: Problem, configs: Sequence[MLAConfig], formats: Sequence[CacheFormat]
+) -> list[tuple[int, Dealt]]:
+    """What is dealt to each row of which a case can be made, and its place in the table."""
     stages = len(STAGES)
     rounds = max(len(ROWS) // stages, len(formats), -(-len(configs) // stages))
-    cases = []
+    found = []
     for i in range(rounds * stages):
         turn, stage = divmod(i, stages)
         # Four models at a time, moved on by one stage from one turn to the next.
         config = configs[(turn * stages + (stage + turn) % stages) % len(configs)]
-        dealt = (
-            _case(i, contract.name, config, formats[(turn + k) % len(formats)], seed)
-            for k in range(len(formats))
-        )
-        case = next((case for case in dealt if contract.why_not(case) is None), None)
-        if case is not None:
-            cases.append(case)
-    return cases
+        tried = (_dealt(i, config, formats[(turn + k) % len(formats)]) for k in range(len(formats)))
+        fits = (dealt for dealt in tried if contract.why_not(case_of(contract.name, i, dealt)) is None)
+        if (dealt := next(fits, None)) is not None:
+            found.append((i, dealt))
+    return found
 
 
-def _case(i: int, problem: str, config: MLAConfig, fmt: CacheFormat, seed: int) -> Case:
+def _dealt(i: int, config: MLAConfig, fmt: CacheFormat) -> Dealt:
     row = ROWS[i % len(ROWS)]
-    heads = max(n for n in range(1, row.heads + 1) if config.num_heads % n == 0)
-    shard = replace(
+    return Dealt(
+        model=config,
+        heads=row.heads,
+        lengths=(row.q_lens, row.kv_lens),
+        stored=(row.dtype, fmt),
+        block_size=row.block_size,
+        layout=row.layout,
+        scales=(KV_SCALE, V_SCALE),
+        groups=(1, 4, 2)[i % 3],
+        order=tuple(KV_ORDERS.values())[i % len(KV_ORDERS)],
+    )
+
+
+def case_of(problem: str, i: int, dealt: Dealt, seed: int = 0) -> Case:
+    """The case of row ``i``, its regime and its seed, with what is dealt to it."""
+    config = _shard(dealt.model, dealt.heads)
+    (q_lens, kv_lens), (dtype, fmt) = dealt.lengths, dealt.stored
+    kv_scale, v_scale = dealt.scales if fmt.per_tensor_scale else (1.0, 1.0)
+    return Case(
+        problem=problem,
+        config=config,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        dtype=dtype,
+        cache_format=fmt.name,
+        block_size=dealt.block_size,
+        layout=dealt.layout,
+        regime=ROWS[i % len(ROWS)].regime,
+        kv_scale=kv_scale,
+        seed=seed + i,
+        num_kv_heads=math.gcd(config.num_heads, dealt.groups),
+        v_scale=v_scale,
+        kv_layout=dealt.order,
+    )
+
+
+# Of as many models as there may be, with as many numbers of heads as are tried.
+@lru_cache(maxsize=1024)
+def _shard(config: MLAConfig, most: int) -> MLAConfig:
+    heads = max(n for n in range(1, most + 1) if config.num_heads % n == 0)
+    return replace(
         config.shard(config.num_heads // heads),
         hidden_size=min(config.hidden_size, MAX_HIDDEN),
         q_lora_rank=None if config.q_lora_rank is None else min(config.q_lora_rank, MAX_QUERY_RANK),
-    )
-    return Case(
-        problem=problem,
-        config=shard,
-        q_lens=row.q_lens,
-        kv_lens=row.kv_lens,
-        dtype=row.dtype,
-        cache_format=fmt.name,
-        block_size=row.block_size,
-        layout=row.layout,
-        regime=row.regime,
-        kv_scale=KV_SCALE if fmt.per_tensor_scale else 1.0,
-        seed=seed + i,
-        num_kv_heads=math.gcd(heads, (1, 4, 2)[i % 3]),
-        v_scale=V_SCALE if fmt.per_tensor_scale else 1.0,
-        kv_layout=tuple(KV_ORDERS.values())[i % len(KV_ORDERS)],
     )
 
 
@@ -191,14 +238,14 @@ def stage_of(case: Case) -> str:
 class Job(NamedTuple):
     """One case, the backends that are tried on it, and the oracles that judge them, all by name.
 
-    turn: which of the matrix's cases this is, and how many there are, where variants and oracles take turns;
-        None: all of them are tried.
+    turn: which of the matrix's cases this is, or of a backend's own, and how many there are, where variants
+        and oracles take turns; None: all of them are tried.
     only: of the oracles, those that are wanted now; turns are those of all of them. Empty: all.
     function: of a backend's functions, the one that is wanted now, its own being ""; None: all.
     by_lot: turns are independent of each other, one function and one costly oracle of each sort at a time.
     judge_on: where inputs are made and outputs are judged; None: on the device.
-    mates: the matrix's cases of the same stage, as text, in their order and this one among them: a backend's
-        turns are dealt over those of them that it takes. Empty: over all cases, whoever takes them.
+    mates: those cases of the same stage, as text, in their order and this one among them: a backend's turns
+        are dealt over those of them that it takes. Empty: over all cases, whoever takes them.
     """
 
     case: Case
@@ -298,11 +345,13 @@ def jobs_of(
     seed: int,
     full: bool = False,
     implemented: Mapping[str, str] | None = None,
+    own: Mapping[str, Sequence[Case]] | None = None,
 ) -> list[Job]:
-    """The matrix of each problem, for those of the backends that implement it.
+    """The matrix of each problem, for those of the backends that implement it, and then their own cases.
 
     full: every variant and every oracle on every case, none of them in turns.
     implemented: the problem of each spec, where that is known without importing it.
+    own: of a spec, as ``narrow.own_cases``, the cases that it alone is tried on.
 
     Raises: ValueError on a backend or an oracle that cannot be found.
     """
@@ -318,7 +367,20 @@ def jobs_of(
                 job = Job(case, able, claims, device)
                 mates = tuple(texts[i % len(STAGES) :: len(STAGES)])
                 jobs.append(job if full else job._replace(turn=(i, len(cases)), mates=mates))
+            for spec in able:
+                jobs += _own_jobs(spec, (own or {}).get(spec, ()), claims, device, full)
     return jobs
+
+
+def _own_jobs(
+    spec: str, cases: Sequence[Case], claims: tuple[str, ...], device: str, full: bool
+) -> Iterator[Job]:
+    stages: dict[str, list[str]] = {}
+    for case in cases:
+        stages.setdefault(stage_of(case), []).append(case.to_json())
+    for i, case in enumerate(cases):
+        job = Job(case, (spec,), claims, device)
+        yield job if full else job._replace(turn=(i, len(cases)), mates=tuple(stages[stage_of(case)]))
 
 
 def jobs_on(

@@ -1,0 +1,184 @@
+"""A backend of a narrow contract is tried on as many cases as a wide one: all rows, as it takes them."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from mla_ref.formats import cache_format, formats
+from mla_ref.presets import PRESETS
+from mla_ref.problem import problems
+from oracles.coverage import covered
+from oracles.dimensions import DIMENSIONS, elements
+from oracles.matrix import ROWS, STAGES, jobs_of, matrix, stage_of, trials
+from oracles.narrow import own_cases
+from oracles.verify import backends
+
+ALL_ROWS = len(ROWS)
+NARROW = ("flash_mla", "gluon_decode", "gluon_decode_fp8", "flash_attn_3", "flash_attn_3_paged", "flashinfer")
+
+
+def own(supports, problem="latent_attention", presets=None, names=None, seed=0):
+    configs = [PRESETS[name] for name in presets or PRESETS]
+    return own_cases(
+        problems()[problem], configs, [cache_format(n) for n in names or formats()], supports, seed
+    )
+
+
+def table(supports, problem="latent_attention"):
+    cases = matrix(problems()[problem], list(PRESETS.values()), list(formats().values()))
+    return [case for case in cases if supports(case) is None]
+
+
+def only(**allowed):
+    """A contract: of each question about a case, the answers that are taken."""
+    questions = {
+        "widths": lambda case: (case.config.kv_lora_rank, case.config.qk_rope_head_dim),
+        "heads": lambda case: case.config.num_heads,
+        "most_tokens": lambda case: max(case.q_lens),
+        "token_counts": lambda case: len(set(case.q_lens)) == 1 and case.q_lens[0] > 0,
+        "fresh": lambda case: case.q_lens == case.kv_lens,
+        "whole_tiles": lambda case: all(n % 64 == 0 < n for n in case.kv_lens),
+        "packed": lambda case: case.layout.entry_align == case.layout.block_align == 1,
+    }
+
+    def supports(case):
+        for name, values in allowed.items():
+            answer = questions[name](case) if name in questions else getattr(case, name)
+            if answer not in values:
+                return f"{name} {answer}"
+        return None
+
+    return supports
+
+
+BF16 = {"dtype": ("bfloat16",), "cache_format": ("bf16",)}
+CONTRACTS = {
+    "one width, one block, one query length": only(
+        widths=[(512, 64)], block_size=[64], token_counts=[True], **BF16
+    ),
+    "many heads": only(heads=[64, 128], widths=[(512, 64)], **BF16),
+    "one head count, one block": only(heads=[16], block_size=[128], **BF16),
+    "decode": only(most_tokens=[1], **BF16),
+    "two tokens at most": only(most_tokens=[1, 2], token_counts=[True], widths=[(512, 64)], **BF16),
+    "nothing cached": only(fresh=[True], token_counts=[True], **BF16),
+    "whole tiles": only(whole_tiles=[True], **BF16),
+    "no scale": only(kv_scale=[1.0], cache_format=["fp8_e4m3"], dtype=["float16"]),
+    "one rare format": only(cache_format=["fp8_ds_mla"], dtype=["float32"], block_size=[256], packed=[True]),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_every_row_that_was_declined_is_dealt_again(name):
+    supports = CONTRACTS[name]
+    taken, cases = table(supports), own(supports)
+    assert len(taken) < ALL_ROWS // 3
+    assert len(taken) + len(cases) == ALL_ROWS
+    assert [why for case in cases if (why := supports(case))] == []
+    assert [why for case in cases if (why := problems()["latent_attention"].why_not(case))] == []
+    assert not set(taken) & set(cases)
+    assert len(set(cases)) == len(cases)
+    # Lengths, scores and values go on being unlike each other.
+    assert len({case.regime for case in [*taken, *cases]}) == len({row.regime for row in ROWS})
+    assert len({case.kv_lens for case in cases}) > 12
+    assert max(map(elements, cases)) <= 4_000_000
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_row_keeps_its_stage_where_the_contract_has_it(name):
+    supports = CONTRACTS[name]
+    stages = Counter(stage_of(case) for case in [*table(supports), *own(supports)])
+    if name == "decode":
+        assert set(stages) == {"decode"}
+    elif name == "nothing cached":
+        assert set(stages) == {"decode", "prefill"}  # where one token is all that there is
+    elif name == "two tokens at most":
+        assert set(stages) == {"decode", "mtp", "prefill"}
+    else:
+        assert set(stages) == set(STAGES)
+        assert min(stages.values()) >= 7
+
+
+def test_a_narrow_contract_is_filled_out():
+    """Every value of what a kernel is made for, in many pairs, and not that of the first that fits."""
+    supports = only(widths=[(512, 64)], **BF16)
+    before, cases = table(supports), own(supports)
+    had = covered("latent_attention", [*before, *cases], supports)
+    for name in ("model c/p/r/v", "block", "memory", "dtype", "format"):
+        assert had.values[name] == (had.values[name][1],) * 2, name
+    assert had.pairs[0] > 3 * covered("latent_attention", before, supports).pairs[0]
+    assert len({case.config.name for case in cases}) > 12
+    assert {case.block_size for case in cases} == set(map(int, DIMENSIONS["block"].values))
+
+
+def test_equal_contracts_have_equal_cases():
+    first, again = (only(widths=[(512, 64)], block_size=[64], **BF16) for _ in range(2))
+    assert own(first) == own(again)
+    assert own(first, seed=5) == [replace(case, seed=case.seed + 5) for case in own(first)]
+    assert own(first) != own(only(widths=[(512, 64)], block_size=[32], **BF16))
+
+
+def test_who_takes_most_of_the_table_has_no_more():
+    assert own(lambda case: None) == []
+    assert own(lambda case: "float64" if case.dtype == "float64" else None) == []
+    assert own(lambda case: "nothing") == []
+    rows = itertools.count()
+    assert own(lambda case: None if next(rows) < ALL_ROWS * 2 // 3 else "no") == []
+
+
+def test_only_what_was_asked_for_is_dealt():
+    supports = only(block_size=[64], dtype=["bfloat16"])
+    cases = own(supports, presets=["glm-5", "a.x-k2"], names=["bf16"])
+    assert len(cases) > 12
+    assert {case.config.name for case in cases} == {"glm-5", "a.x-k2"}
+    assert {case.cache_format for case in cases} == {"bf16"}
+    assert own(only(widths=[(256, 32)]), presets=["glm-5"]) == []
+
+
+def test_the_least_is_changed():
+    """A row that is declined for its block size and its type alone keeps its model and its lengths."""
+    rows = table(lambda case: None)
+    for case in own(only(block_size=[16], dtype=["float16"])):
+        row = rows[case.seed]
+        assert (case.config.name, case.q_lens, case.kv_lens) == (row.config.name, row.q_lens, row.kv_lens)
+        assert (case.regime, case.kv_layout) == (row.regime, row.kv_layout)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_backends_of_ours_are_tried_on_many_cases(name):
+    backend = backends()[f"mla_fast.{name}"]
+    taken = table(backend.supports, backend.problem)
+    cases = own(backend.supports, backend.problem)
+    assert len(taken) < 8
+    assert len(taken) + len(cases) == ALL_ROWS
+    assert {stage_of(case) for case in cases} == set(STAGES)
+
+
+@pytest.mark.parametrize("name", ["mla_fast.flash_mla", "mla_fast.transformers_layer"])
+def test_every_claim_of_every_stage_has_its_turn_on_a_backends_own_cases(name):
+    backend = backends()[name]
+    cases = own(backend.supports, backend.problem)
+    asked = {
+        "specs": [name, "mla_ref.latent"],
+        "problems": [problems()[backend.problem]],
+        "configs": list(PRESETS.values()),
+        "formats": list(formats().values()),
+        "oracles": None,
+        "device": "cpu",
+        "seed": 0,
+    }
+    plain, jobs = jobs_of(**asked), jobs_of(**asked, own={name: cases})
+    assert jobs[: len(plain)] == plain
+    added = jobs[len(plain) :]
+    assert [job.case for job in added] == cases
+    assert {job.specs for job in added} == {(name,)}
+    met, tried = {}, set()
+    for job in added:
+        for variant, oracles in trials(job, tuple(backend.variants), backend.supports):
+            met.setdefault(stage_of(job.case), set()).update(oracles)
+            tried.add(variant)
+    assert met == {stage: set(plain[0].oracles) for stage in STAGES}
+    assert tried == {"", *backend.variants}
+    full = jobs_of(**asked, own={name: cases}, full=True)[len(plain) :]
+    assert [(job.case, job.turn, job.mates) for job in full] == [(case, None, ()) for case in cases]

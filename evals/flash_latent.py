@@ -22,14 +22,18 @@ SLACK = 8.0  # powers of two by which a lazy maximum may be exceeded
 LOG2_E = 1.4426950408889634
 
 
+def held(before: torch.Tensor, top: torch.Tensor, slack: float) -> torch.Tensor:
+    """The maximum once a block's largest score is ``top``: the one before it, unless that is exceeded."""
+    return torch.where(top > before + slack, top, before)
+
+
 def _maxima(scores: torch.Tensor, slack: float) -> torch.Tensor:
     """The maximum that each key's weight is relative to: [h s j] of scores [h s j]; -inf before any key."""
-    held = scores.new_full((*scores.shape[:2], 1), -torch.inf)
+    last = scores.new_full((*scores.shape[:2], 1), -torch.inf)
     parts = []
     for block in scores.split(BLOCK, dim=-1):  # type: ignore[no-untyped-call]
-        top = block.amax(-1, keepdim=True)
-        held = torch.where(top > held + slack, top, held)
-        parts.append(held.expand_as(block))
+        last = held(last, block.amax(-1, keepdim=True), slack)
+        parts.append(last.expand_as(block))
     return torch.cat(parts, dim=-1)
 
 
@@ -87,6 +91,6 @@ BACKEND = Backend(
     "evals.flash_latent",
     "latent_attention",
     with_slack(0.0),
-    Numerics(p=INPUT, sum_rounded_p=False, min_tile=BLOCK),
+    Numerics(p=INPUT, sum_rounded_p=False, min_tile=BLOCK, slack=SLACK),
     variants={"lazy maximum": with_slack(SLACK)},
 )

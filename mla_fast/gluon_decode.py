@@ -410,6 +410,7 @@ BACKEND = Backend(
         partial="float32",
         max_splits=132,
         min_tile=BLOCK,
+        slack=8.0,  # the kernels' SLACK
     ),
     requires,
     supports,

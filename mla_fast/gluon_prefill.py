@@ -14,6 +14,7 @@ sees, not in a kernel of its own.
 serves every layer of a step: ``attend(plan(...), ...)``.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -371,6 +372,7 @@ BACKEND = Backend(
         max_splits=MAX_PARTS,
         merge_depth=MAX_PARTS - 1,
         min_tile=KEYS,
+        slack=math.inf,  # a block that raises the maximum subtracts the older one first
     ),
     requires,
     supports,

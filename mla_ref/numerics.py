@@ -31,6 +31,9 @@ class Numerics:
     merge_depth: merges that a partial result passes through: 1 where all are merged at once, up to
         max_splits - 1 where they are folded in one after another.
     min_tile: the fewest keys between two updates of the running maximum.
+    slack: powers of two by which a score may exceed the maximum that is subtracted from it: 0 where that is
+        never older than the score, the threshold of a lazy one, or inf where an older maximum is subtracted
+        first, whatever exceeds it, and then the difference from the newest.
     dot_roundings: roundings per product of a dot, in units of the accumulator's roundoff. 1 covers IEEE sums
         in any order and the 16-bit units of Hopper and Blackwell; Ampere's shorter alignment needs 1.5.
     exp_error: relative error of the exponential, in units of the accumulator's roundoff (``ex2.approx``: 4).
@@ -51,6 +54,7 @@ class Numerics:
     max_splits: int = 1
     merge_depth: int = 1
     min_tile: int = 16
+    slack: float = 0.0
     dot_roundings: float = 1.0
     exp_error: float = 4.0
     log_error: float = 4.0

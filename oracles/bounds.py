@@ -396,11 +396,10 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
     """The errors that numerator and denominator share, as excess weight. scaled [h s j]: the scores' own.
 
     Relative error of a weight, e^η (1 + ε)^(T+1) - 1, with η of its exponent: the score's; 4u|s| for scaling
-    (the scale, a change of base, their product, its application); 3u(m - s) for subtracting the maximum and
-    changing base, telescoped over T rescalings; u|m| where tiles round the scaled maximum apart; and per
-    merge the rounding of the partial log-sum-exp, its subtraction and exponential. A maximum that is itself
-    inexact is
-    no error: any shift cancels.
+    (the scale, a change of base, their product, its application); 3u(m - s + 2λ) for subtracting the maximum
+    and changing base, telescoped over T rescalings, where scores may be λ above it; u of the largest maximum
+    so far where tiles round the scaled maximum apart; and per merge the rounding of the partial log-sum-exp,
+    its subtraction and exponential. A maximum that is itself inexact is no error: any shift cancels.
     """
     acc = accumulator(numerics, query)
     u, splits, depth = acc.roundoff, numerics.max_splits, numerics.merge_depth
@@ -413,12 +412,15 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
     drop = (top[..., None] - rows.scores).masked_fill(unseen, 0.0)
     error = scaled + 4.0 * u * (size + scaled)
     largest = _largest(error)[..., None]
-    error = error + u * top.abs()[..., None] + 3.0 * u * (drop + error + largest)
+    lag = (_largest(drop) + 2.0 * largest[..., 0]).clamp(max=numerics.slack * math.log(2.0))
+    held = torch.maximum(size, top.abs()[..., None]) + lag[..., None]
+    error = error + u * held + 3.0 * u * (drop + 2.0 * lag[..., None] + error + largest)
     log_keys = torch.log(keys)
+    log_sum = 1.0 + log_keys + lag
     merge = torch.zeros_like(top)
     if splits > 1:
         lse_size = _largest(size) + largest[..., 0] + log_keys
-        merge = depth * (log_error * (1.0 + log_keys) + exp_error + 10.0 * u * lse_size)
+        merge = depth * (log_error * log_sum + exp_error + 10.0 * u * lse_size)
     growth = error + merge[..., None] + ((tiles + 1.0) * math.log1p(exp_error + u))[:, None]
     beyond = (_largest(growth) - LARGEST_GROWTH).clamp(min=0.0)
     growth = growth.clamp(max=LARGEST_GROWTH)
@@ -428,7 +430,7 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
     excess = (excess + ((tiles + 2.0) * acc.flush)[:, None]).masked_fill(unseen, 0.0)
     per_key = max(numerics.dot_roundings, 1.0)
     sums = gamma(per_key * keys + 2.0 * tiles + splits + 4 * depth + SPARE_ROUNDINGS, u)
-    rounding = 4.0 * u * (lse.abs() + top.abs()) + log_error * (1.0 + log_keys) + exp_error
+    rounding = 4.0 * u * (lse.abs() + top.abs() + lag) + log_error * log_sum + exp_error
     denominator, summed = sums, 0.0
     if numerics.p != EXACT and numerics.sum_rounded_p is not False:
         p = number_format(numerics.p, query)

@@ -1,9 +1,11 @@
 """Right implementations with low-precision arithmetic, as kernels have it: what no bound may ever reject."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
+from evals.flash_latent import held
 from mla_ref.backend import Backend
 from mla_ref.numerics import EXACT, Numerics
 from mla_ref.problem import AttentionOutput
@@ -20,7 +22,9 @@ class Schedule:
     base2: exponentials and logarithms in base 2, the scale folded into it. paired: two tiles at a time, the
     second half of the channels multiplied by a first tile of weights that is rescaled and rounded again.
     normalised: weights divided by their sum before they are rounded. folded: partial results merged one after
-    another. backwards: from the newest tile to the oldest. exp_noise: in units of the roundoff.
+    another. backwards: from the newest tile to the oldest. exp_noise: in units of the roundoff. slack: powers
+    of two by which scores may exceed the maximum before it moves. twice: the maximum before a tile is
+    subtracted first, and then the difference from the tile's own.
     """
 
     tile: int = 16
@@ -31,6 +35,8 @@ class Schedule:
     folded: bool = False
     backwards: bool = False
     exp_noise: float = 0.0
+    slack: float = 0.0
+    twice: bool = False
 
 
 def simulated(problem: str, numerics: Numerics, schedule: Schedule) -> Backend:
@@ -42,6 +48,7 @@ def simulated(problem: str, numerics: Numerics, schedule: Schedule) -> Backend:
         max_splits=schedule.splits,
         merge_depth=depth,
         shared_p=not schedule.paired,
+        slack=math.inf if schedule.twice else schedule.slack,
         # Weights that are divided by their sum beforehand are rounded after it.
         sum_rounded_p=numerics.sum_rounded_p and not schedule.normalised,
     )
@@ -131,6 +138,7 @@ def _split(tiles, scores, value, exp, log, numerics, schedule, round_p):
     top = scores.new_full((h, s), -torch.inf)
     total, acc = scores.new_zeros(h, s), scores.new_zeros(h, s, value.shape[-1])
     half = value.shape[-1] // 2 if schedule.paired else value.shape[-1]
+    slack = schedule.slack if schedule.base2 else schedule.slack / LOG2_E
     waiting = None
     if schedule.normalised:
         first, end = min(tiles), max(tiles) + schedule.tile
@@ -144,10 +152,18 @@ def _split(tiles, scores, value, exp, log, numerics, schedule, round_p):
         if schedule.normalised:
             acc = acc + round_p(exp(part - lse.nan_to_num(neginf=0.0)[..., None])) @ v
             continue
-        new = torch.maximum(top, part.amax(-1))
-        safe = new.nan_to_num(neginf=0.0)
-        rescale = exp(top - safe)
-        p = exp(part - safe[..., None])
+        if schedule.twice:
+            part = part - top.nan_to_num(neginf=0.0)[..., None]
+            above = part.amax(-1)
+            # Before a row's first key there is nothing to be above.
+            blank = top.isneginf()
+            new = torch.where(blank, above, top + held(torch.zeros_like(top), above, slack))
+            part = part - torch.where(blank, above.nan_to_num(neginf=0.0), new - top)[..., None]
+        else:
+            new = held(top, part.amax(-1), slack)
+            part = part - new.nan_to_num(neginf=0.0)[..., None]
+        rescale = exp(top - new.nan_to_num(neginf=0.0))
+        p = exp(part)
         rounded = round_p(p)
         total = total * rescale + (rounded if numerics.sum_rounded_p else p).sum(-1)
         acc = acc * rescale[..., None]

@@ -1,5 +1,6 @@
 """The bounds hold for every right kernel, are reached by some, and round as the hardware does."""
 
+import importlib
 import math
 import os
 import random
@@ -11,6 +12,7 @@ import torch
 from random_trials import random_kernel
 from simulated_kernel import Schedule, simulated
 
+from evals import flash_latent
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.numerics import Numerics
@@ -29,10 +31,11 @@ from oracles.bounds import (
     rms_norm,
     spacing,
 )
+from oracles.compare import within
 from oracles.coverage import draw
 from oracles.mutants import LATENT
 from oracles.verdict import PASS
-from oracles.verify import judge
+from oracles.verify import find_backend, judge
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 CPU = torch.device("cpu")
@@ -124,6 +127,58 @@ def test_a_layers_steps_stay_inside_their_balls():
     got = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * 1.5 * w[0]
     assert (got.double() - norm.mid).abs().le(norm.radius).all()
     assert norm.radius.le(2.0**-14 * norm.mid.abs() + 2.0**-100).all()
+
+
+LAGGING = [
+    Schedule(tile=1, slack=1000.0),
+    Schedule(tile=1, slack=1000.0, base2=False),
+    Schedule(tile=1, twice=True),
+    Schedule(tile=1, twice=True, slack=8.0, base2=False),
+]
+
+
+@pytest.mark.parametrize("schedule", LAGGING, ids=["lazy", "lazy, base e", "twice", "twice and lazy, base e"])
+def test_an_exponent_relative_to_an_older_maximum_is_off_by_more(schedule):
+    """By what subtracting a number as far away is rounded by: the oldest key's score, which has no weight.
+
+    The newer keys' are next to 0 and their products are exact, so nothing else leaves room for that.
+    """
+    config = MLAConfig(
+        name="lag", hidden_size=64, num_heads=64, q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    case = Case(
+        problem="latent_attention", config=config, q_lens=(1,), kv_lens=(3,), dtype="float64",
+        cache_format="fp32", block_size=4,
+    )  # fmt: skip
+    contract = problem(case.problem)
+    inputs = contract.materialize(case, CPU)
+    ql_nope, kv_cache = torch.zeros_like(inputs.ql_nope), torch.zeros_like(inputs.kv_cache)
+    ql_nope[0, :, 0] = 1.0 + torch.arange(64, dtype=torch.float64) / 1000.0
+    page = kv_cache[inputs.block_table[0, 0]]
+    page[:3, 0] = torch.tensor([-9000.0 if schedule.twice else -640.0, 2.0**-7, 2.0**-6])
+    page[1, 1] = 1.0  # of the output, the share of this key
+    inputs = inputs._replace(
+        ql_nope=ql_nope, q_pe=torch.zeros_like(inputs.q_pe), kv_cache=kv_cache, softmax_scale=1.0
+    )
+    backend = simulated(case.problem, Numerics(dot_roundings=0.0), schedule)
+    out = backend.fn(*inputs).out
+
+    def holds(numerics: Numerics) -> bool:
+        want = ADMISSIBLE[case.problem](inputs, numerics)["out"]
+        return within("out", out, want, contract.output_shapes["out"], inputs).ok
+
+    assert holds(backend.numerics)
+    assert not holds(replace(backend.numerics, slack=0.0))
+
+
+def test_kernels_declare_how_far_their_maximum_lags():
+    pytest.importorskip("triton.experimental.gluon")
+    kernel = importlib.import_module("mla_fast._gluon_decode_kernel")
+    for name in ("gluon_decode", "gluon_decode_fp8"):
+        assert find_backend(f"mla_fast.{name}").numerics.slack == kernel.SLACK.value
+    assert find_backend("evals.flash_latent").numerics.slack == flash_latent.SLACK
+    assert find_backend("mla_fast.gluon_prefill").numerics.slack == math.inf
 
 
 def rejected(count: int, seed: int) -> list[str]:

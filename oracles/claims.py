@@ -22,7 +22,8 @@ from oracles.exits import printable
 from oracles.fuzz_cli import duration
 from oracles.lookup import cases_in
 from oracles.matrix import Job, jobs_of, jobs_on, load, stage_of, trials
-from oracles.pool import judge_all
+from oracles.narrow import Dealing
+from oracles.pool import described, judge_all
 from oracles.shrink import smallest
 from oracles.verdict import BROKEN, ERROR, FAIL, NOT_RUN, UNAVAILABLE, Verdict
 from oracles.verify import use_device
@@ -105,15 +106,22 @@ def claims_of(selection: Selection) -> list[Claim]:
 def _jobs(selection: Selection) -> list[tuple[str, Job]]:
     """Every case, by stage."""
     spec, oracles = selection.backend, selection.oracle or None
+    dealing = Dealing(
+        problems=selection.problem or tuple(problems()),
+        presets=selection.preset or tuple(PRESETS),
+        formats=selection.format or tuple(formats()),
+        seed=selection.seed,
+    )
     jobs = jobs_of(
         specs=[spec],
-        problems=[find_problem(name) for name in selection.problem or problems()],
-        configs=[find_preset(name) for name in selection.preset or PRESETS],
-        formats=[cache_format(name) for name in selection.format or formats()],
+        problems=[find_problem(name) for name in dealing.problems],
+        configs=[find_preset(name) for name in dealing.presets],
+        formats=[cache_format(name) for name in dealing.formats],
         oracles=oracles,
         device=selection.device,
         seed=selection.seed,
         full=selection.full,
+        own={spec: described([spec], selection.device, None, dealing)[spec].own_cases()},
     )
     cases = [case for file in selection.case for case in cases_in(file, problems(), selection.format or None)]
     given = jobs_on(cases, {spec: load(spec).problem}, oracles, selection.device)

@@ -55,7 +55,8 @@ from oracles.exits import FAILED, NOTHING_RAN, OK, UsageError
 from oracles.junit import to_junit
 from oracles.lookup import cases_in, recipe, stored
 from oracles.matrix import Job, job_of, jobs_of, jobs_on
-from oracles.pool import described, judge_all, sources_of
+from oracles.narrow import Dealing
+from oracles.pool import described, judge_all, own_of, sources_of
 from oracles.run_directory import Journal, manifest_of, open_run, record_of
 from oracles.tables import TABLES
 from oracles.verdict import BROKEN, CRASH, HELD, NOT_RUN, TIMEOUT, Verdict
@@ -179,7 +180,8 @@ def run(
                 "formats": _once(format_) or list(formats()),
             }
             oracle = _once(oracle)
-            asked_of = described(specs, device, limits)
+            dealing = Dealing(seed, *(tuple(names) for names in asked.values()))
+            asked_of = described(specs, device, limits, None if case else dealing)
             implemented = {spec: of.problem for spec, of in asked_of.items()}
             if case:
                 found = (
@@ -199,6 +201,7 @@ def run(
                     seed=seed,
                     full=full,
                     implemented=implemented,
+                    own={spec: of.own_cases() for spec, of in asked_of.items()},
                 )
             todo = [job._replace(judge_on=fuzz_cli.judging_on(judge_on)) for job in todo]
             lines, report = (files.enter_context(_output(path)) for path in (json_file, junit_file))
@@ -206,6 +209,7 @@ def run(
             if out is not None:
                 identity: dict[str, object] = {"kind": "run", "backends": specs, **asked, "oracles": oracle}
                 identity |= {"seed": seed, "full": full, "sources": sources_of(asked_of)}
+                identity["own cases"] = own_of(asked_of)
                 manifest = manifest_of(
                     identity, {"engine": "processes", "jobs": workers, "judge_on": judge_on}, device
                 )

@@ -6,6 +6,7 @@ next function is judged in a fresh process.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import traceback
@@ -23,6 +24,7 @@ from mla_ref.problem import problems
 from oracles import kernel_keys
 from oracles.asked import Declined, missing, told_later
 from oracles.matrix import Job, load, trials
+from oracles.narrow import Dealing, own_cases_of
 from oracles.oracle import Raised, rules
 from oracles.sources import digest_of
 from oracles.verdict import CRASH, ERROR, TIMEOUT, Verdict
@@ -295,23 +297,33 @@ class Described(NamedTuple):
     """What a backend is. unavailable: why it cannot run on the device, or None.
 
     source: ``sources.digest_of`` a stranger's; of the house's, "", since ``run_directory.versions`` has that.
+    own: the cases that ``narrow`` deals to it, as text, where that was asked for and it can run.
     """
 
     problem: str
     unavailable: str | None
     source: str
+    own: Sequence[str] = ()
+
+    def own_cases(self) -> list[Case]:
+        """As cases."""
+        return [Case.from_json(text) for text in self.own]
 
 
-def described(specs: Sequence[str], device: str, limits: Limits | None) -> dict[str, Described]:
+def described(
+    specs: Sequence[str], device: str, limits: Limits | None, dealing: Dealing | None = None
+) -> dict[str, Described]:
     """What each backend is; a stranger's is imported in a worker, if limits are given.
+
+    dealing: the matrix of which ``own`` cases are wanted.
 
     Raises: ValueError in one line that names the backend, whatever its import does.
     """
     here = [spec for spec in specs if limits is None or _of_the_house(spec)]
-    found = {spec: _described(spec, device) for spec in here}
+    found = {spec: _described(spec, device, dealing) for spec in here}
     if limits is not None and len(found) < len(specs):
         with judges(1, device, limits) as pool:
-            found |= describe_all(pool, [spec for spec in specs if spec not in found], device)
+            found |= describe_all(pool, [spec for spec in specs if spec not in found], device, dealing)
     return {spec: found[spec] for spec in specs}
 
 
@@ -320,13 +332,21 @@ def sources_of(found: Mapping[str, Described]) -> dict[str, str]:
     return {spec: of.source for spec, of in found.items() if of.source}
 
 
+def own_of(found: Mapping[str, Described]) -> dict[str, str]:
+    """The digest of each backend's own cases, where it has any, as a manifest holds it."""
+    texts = {spec: "\n".join(of.own) for spec, of in found.items() if of.own}
+    return {spec: hashlib.sha256(text.encode()).hexdigest()[:12] for spec, text in texts.items()}
+
+
 def _of_the_house(spec: str) -> bool:
     return spec.partition(":")[0].partition(".")[0] in BACKEND_PACKAGES
 
 
-def describe_all(engine: Engine, specs: Sequence[str], device: str) -> dict[str, Described]:
+def describe_all(
+    engine: Engine, specs: Sequence[str], device: str, dealing: Dealing | None = None
+) -> dict[str, Described]:
     """What each backend is, asked in a worker. Raises: ValueError as ``described`` does."""
-    argument = {"device": device, PATIENCE: IMPORT_SECONDS}
+    argument = {"device": device, "dealing": dealing, PATIENCE: IMPORT_SECONDS}
     todo = [Task("oracles.pool:describe", {**argument, "spec": spec}) for spec in specs]
 
     def source(_: int) -> Task | None:
@@ -347,16 +367,37 @@ def describe_all(engine: Engine, specs: Sequence[str], device: str) -> dict[str,
 
 
 def describe(argument: Mapping[str, Any], say: Say) -> None:
-    """In a worker: what a backend is, and then again with what it misses, if it survives that question."""
+    """In a worker: what a backend is, and each time again with one answer more, if it survives the question.
+
+    Those are what it misses, and which cases are its own.
+    """
+    spec, dealing = argument["spec"], argument["dealing"]
     say(STEP, {PATIENCE: argument[PATIENCE]})
-    found = _imported(argument["spec"])
+    found = _imported(spec)
     say(ITEM, found)
-    say(ITEM, found._replace(unavailable=_missing(argument["spec"], argument["device"], KeyboardInterrupt)))
+    found = found._replace(unavailable=_missing(spec, argument["device"], KeyboardInterrupt))
+    say(ITEM, found)
+    if dealing is not None:
+        say(STEP, {PATIENCE: argument[PATIENCE]})
+        seed, *names = dealing
+        asked = Dealing(seed, *map(tuple, names))
+        say(ITEM, found._replace(own=_own(spec, found.unavailable, asked, KeyboardInterrupt)))
 
 
-def _described(spec: str, device: str) -> Described:
+def _described(spec: str, device: str, dealing: Dealing | None) -> Described:
     """Asked here."""
-    return _imported(spec)._replace(unavailable=_missing(spec, device))
+    unavailable = _missing(spec, device)
+    found = _imported(spec)._replace(unavailable=unavailable)
+    return found if dealing is None else found._replace(own=_own(spec, unavailable, dealing))
+
+
+def _own(spec: str, unavailable: str | None, dealing: Dealing, *more: type[BaseException]) -> list[str]:
+    """Nothing where the backend cannot run: that is told of the matrix's cases, and once is enough."""
+    if unavailable is not None:
+        return []
+    backend = load(spec)
+    cases = own_cases_of(backend.problem, told_later(backend, *more), dealing)
+    return [case.to_json() for case in cases]
 
 
 def _imported(spec: str) -> Described:

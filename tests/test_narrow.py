@@ -1,6 +1,9 @@
 """A backend of a narrow contract is tried on as many cases as a wide one: all rows, as it takes them."""
 
 import itertools
+import json
+import re
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -9,11 +12,16 @@ import pytest
 from mla_ref.formats import cache_format, formats
 from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
+from oracles.claims import Claim, Selection, claims_of, judged
+from oracles.command import main
 from oracles.coverage import covered
 from oracles.dimensions import DIMENSIONS, elements
 from oracles.matrix import ROWS, STAGES, jobs_of, matrix, stage_of, trials
-from oracles.narrow import own_cases
+from oracles.narrow import Dealing, own_cases
+from oracles.pool import described
+from oracles.verdict import NOT_RUN, Verdict
 from oracles.verify import backends
+from oracles.worker import Limits
 
 ALL_ROWS = len(ROWS)
 NARROW = ("flash_mla", "gluon_decode", "gluon_decode_fp8", "flash_attn_3", "flash_attn_3_paged", "flashinfer")
@@ -26,8 +34,9 @@ def own(supports, problem="latent_attention", presets=None, names=None, seed=0):
     )
 
 
-def table(supports, problem="latent_attention"):
-    cases = matrix(problems()[problem], list(PRESETS.values()), list(formats().values()))
+def table(supports, problem="latent_attention", presets=None):
+    configs = [PRESETS[name] for name in presets or PRESETS]
+    cases = matrix(problems()[problem], configs, list(formats().values()))
     return [case for case in cases if supports(case) is None]
 
 
@@ -182,3 +191,106 @@ def test_every_claim_of_every_stage_has_its_turn_on_a_backends_own_cases(name):
     assert tried == {"", *backend.variants}
     full = jobs_of(**asked, own={name: cases}, full=True)[len(plain) :]
     assert [(job.case, job.turn, job.mates) for job in full] == [(case, None, ()) for case in cases]
+
+
+# Takes bfloat16 in blocks of one size, which is found in the environment.
+STRANGER = """
+import os, signal
+from dataclasses import replace
+from mla_ref.latent import BACKEND
+
+def supports(case):
+    {first}
+    if (case.dtype, case.cache_format) != ("bfloat16", "bf16"):
+        return "bfloat16 alone"
+    if case.block_size != int(os.environ["BLOCK"]):
+        return "one block size"
+
+def requires(device):
+    return {requires!r}
+
+KERNEL = replace(BACKEND, variants={{}}, supports=supports, requires=requires)
+"""
+ASKED = ["--preset", "a.x-k2", "--oracle", "value"]
+DEALING = Dealing(0, ("latent_attention",), ("a.x-k2",), ("bf16", "fp16"))
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch, request):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BLOCK", "64")
+    names = (f"narrow_{abs(hash(request.node.nodeid))}_{i}" for i in itertools.count())
+
+    def written(first="", requires=None):
+        name = next(names)
+        (tmp_path / f"{name}.py").write_text(STRANGER.format(first=first or "pass", requires=requires))
+        return f"{name}:KERNEL"
+
+    return written
+
+
+def lines_of(path):
+    return [json.loads(line) | {"seconds": 0} for line in path.read_text().splitlines()]
+
+
+def test_a_run_tries_a_backends_own_cases_in_whatever_process(stranger, tmp_path, capsys):
+    spec, found = stranger(), []
+    for words in (["--jobs", "2"], ["--jobs", "1", "--no-isolate"]):
+        assert (spec.partition(":")[0] in sys.modules) is False
+        path = tmp_path / f"{len(found)}.jsonl"
+        assert main(["run", "--backend", spec, *ASKED, *words, "--json", str(path)]) == 0
+        assert " 36 claims held, 0 failed," in f" {capsys.readouterr().out.splitlines()[-1]}"
+        found.append(lines_of(path))
+    assert found[0] == found[1]
+    ran = [
+        verdict for verdict in map(Verdict.from_json, map(json.dumps, found[0])) if verdict.status == "pass"
+    ]
+    assert {verdict.case.block_size for verdict in ran} == {64}
+    assert len({verdict.case for verdict in ran}) == ALL_ROWS
+
+
+def test_claims_of_a_suite_are_held_on_own_cases_too(stranger):
+    selection = Selection(stranger(), preset=("a.x-k2",), oracle=("value",))
+    claims = claims_of(selection)
+    assert {claim.stage for claim in claims} == set(STAGES)
+    ran = [v for claim in claims for v in judged(claim, ["value"]) if v.status not in NOT_RUN]
+    assert len({verdict.case for verdict in ran}) == ALL_ROWS
+    assert claims[0] == Claim(selection, "latent_attention", "value", "decode")
+
+
+def test_a_question_that_the_table_does_not_ask_ends_no_run(stranger, capsys):
+    """No row has such blocks; a process that dies while rows are dealt leaves the table's cases."""
+    spec = stranger("case.block_size == 256 and os.kill(os.getpid(), signal.SIGKILL)")
+    assert main(["run", "--backend", spec, *ASKED, "--jobs", "1", "--isolate"]) == 0
+    [held] = re.findall(r"^(\d+) claims held, 0 failed", capsys.readouterr().out, re.MULTILINE)
+    assert 0 < int(held) == len(table(only(block_size=[64], **BF16), presets=["a.x-k2"])) < 24
+
+
+def test_what_supports_raises_about_what_the_table_does_not_ask_is_told(stranger, capsys):
+    spec = stranger("if case.block_size == 256: raise LookupError('which block?')")
+    assert main(["run", "--backend", spec, *ASKED, "--jobs", "1", "--no-isolate"]) == 1
+    assert "supports raised LookupError: which block?" in capsys.readouterr().out
+
+
+def test_what_cannot_run_has_no_cases_of_its_own(stranger):
+    limits = Limits(20.0)
+    able, unable = stranger(), stranger(requires="a GPU")
+    found = described([able, unable], "cpu", limits, DEALING)
+    assert len(found[able].own_cases()) > 20
+    assert (found[unable].unavailable, found[unable].own_cases()) == ("a GPU", [])
+    assert described([able], "cpu", None, DEALING) == {able: found[able]}
+    assert described([able], "cpu", None)[able].own_cases() == []
+    assert described([able], "cpu", None, DEALING._replace(problems=("rope",)))[able].own_cases() == []
+
+
+def test_a_run_goes_on_with_the_same_cases_alone(stranger, tmp_path, monkeypatch, capsys):
+    asked = [*ASKED, "--jobs", "1", "--no-isolate"]
+    words = ["run", "--backend", stranger(), *asked, "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    first = capsys.readouterr().out
+    assert main(words) == 0
+    assert re.sub(r"in .* s", "", capsys.readouterr().out) == re.sub(r"in .* s", "", first)
+    monkeypatch.setenv("BLOCK", "32")
+    assert main(words) == 2
+    assert "its own cases is" in capsys.readouterr().err

@@ -263,6 +263,18 @@ def leak(argument, say):
     say(ITEM, os.getpid())
 
 
+def ready_at_last(argument, say):
+    """Once as many processes as the file has lines have died of it."""
+    with Path(argument).open("r+", encoding="ascii") as file:
+        left = file.readlines()
+        if left:
+            file.seek(0)
+            file.truncate()
+            file.writelines(left[1:])
+            file.close()
+            os._exit(3)
+
+
 def never_ready(argument, say):
     sys.stderr.write("no such library\n")
     sys.stderr.flush()

@@ -14,6 +14,7 @@ from oracles.worker import (
     DONE,
     ITEM,
     MAX_PROCESSES,
+    MAX_STARTS,
     RAISED,
     REPLACED,
     TIMED_OUT,
@@ -217,6 +218,23 @@ def test_workers_that_cannot_start_are_an_error_with_its_message():
         pytest.raises(WorkersError, match=r"workers do not start: .* exited with 3; .* .no such library."),
     ):
         list(pool.outcomes(lambda _: Task("faults:echo")))
+
+
+@pytest.mark.parametrize("deaths", [MAX_STARTS - 1, MAX_STARTS])
+def test_a_worker_is_started_so_many_times_and_no_more(deaths, tmp_path):
+    """One that does not start at last is a defect of the judge's, not of the task's."""
+    file = tmp_path / "deaths"
+    file.write_text("one\n" * deaths)
+    tasks = [Task("faults:echo", 7)]
+    with Pool(1, LIMITS, Task("faults:ready_at_last", str(file))) as pool:
+        found = filter(None, pool.outcomes(lambda _: tasks.pop() if tasks else None))
+        if deaths < MAX_STARTS:
+            [outcome] = found
+            assert (outcome.end, said(outcome)[0][0]) == (DONE, 7)
+        else:
+            with pytest.raises(WorkersError, match="workers do not start: the process exited with 3"):
+                list(found)
+    assert file.read_text() == ""
 
 
 def test_processes_that_the_system_refuses_are_an_error_with_its_message(monkeypatch):

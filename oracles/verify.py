@@ -3,9 +3,12 @@
 import importlib
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,9 @@ BACKEND_PACKAGES = ("mla_ref", "mla_fast")
 
 # The variant that is the backend's own function.
 DEFAULT = "default"
+
+# Packages whose lines say nothing of where an implementation went wrong.
+NOT_THEIRS = ("oracles", "mla_ref", "torch", "triton")
 
 
 def backends() -> dict[str, Backend]:
@@ -183,7 +189,7 @@ def _trial(
             if torch.device(device).type == "cuda":
                 torch.cuda.synchronize(device)
         except (Exception, SystemExit) as error:
-            raise Raised(f"{type(error).__name__}: {_line(error)}") from error
+            raise Raised(_raised(error, contract)) from error
         output = _as_output(contract, output)
         if mirror is None:
             return output
@@ -312,6 +318,19 @@ def _own(contract: Problem, output: Any) -> Any:
     fields = {name: getattr(output, name) for name in contract.output_shapes if name not in written}
     # Where gradients are off, a copy of what asks for one asks for none.
     return output._replace(**{name: x.clone().requires_grad_(x.requires_grad) for name, x in fields.items()})
+
+
+def _raised(error: BaseException, contract: Problem) -> str:
+    """What an implementation raised, and the last line of its own that it passed, or how it was called."""
+    line = _line(error)
+    what = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    for frame, at in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THEIRS:
+            return f"{what}, in {frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{at}"
+    never_entered = error.__traceback__ is not None and error.__traceback__.tb_next is None
+    if isinstance(error, TypeError) and never_entered:
+        return f"{what}; it is called with {', '.join(signature(contract.inputs).parameters)}"
+    return what
 
 
 def _line(error: BaseException) -> str:

@@ -149,7 +149,29 @@ def test_an_exception_is_a_verdict_of_one_line():
         raise RuntimeError("first line\nsecond line")
 
     verdicts = judge(backend(raises), CASE)
-    assert {(v.status, v.detail) for v in verdicts} == {(ERROR, "RuntimeError: first line")}
+    line = raises.__code__.co_firstlineno + 1
+    place = f"in raises, test_verify.py:{line}"
+    assert {(v.status, v.detail) for v in verdicts} == {(ERROR, f"RuntimeError: first line, {place}")}
+
+
+def test_an_exception_from_below_is_told_with_the_last_line_of_the_implementations_own():
+    def raises(*args):
+        return torch.nn.functional.pad(args[0], "wide")
+
+    [verdict] = judge(backend(raises), CASE, oracles=["value"])
+    assert verdict.status == ERROR
+    assert verdict.detail.endswith(f", in raises, test_verify.py:{raises.__code__.co_firstlineno + 1}")
+
+
+def test_who_does_not_take_the_inputs_is_told_what_they_are():
+    def other(q, kv_cache):
+        raise AssertionError("never called")
+
+    [verdict] = judge(backend(other), CASE, oracles=["value"])
+    fields = ", ".join(problem(CASE.problem).inputs._fields)
+    assert verdict.status == ERROR
+    assert "takes 2 positional arguments" in verdict.detail
+    assert verdict.detail.endswith(f"; it is called with {fields}")
 
 
 def test_an_exception_on_changed_inputs_is_a_verdict_of_that_oracle_alone():

@@ -10,7 +10,7 @@ from mla_ref.layout import CacheLayout
 from mla_ref.problem import problem, problems
 from oracles.coverage import draw
 from oracles.mutants import mutants
-from oracles.shrink import PLAIN_LAYOUT, smallest
+from oracles.shrink import PLAIN_LAYOUT, oddities, smallest
 from oracles.verdict import FAIL
 from oracles.verify import judge
 
@@ -31,9 +31,11 @@ def fails_as(name, contract, oracle):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_nothing_is_left_where_everything_fails(name, seed):
     for i in range(10):
-        case = smallest(draw(name, seed, i), lambda case: True, budget=1000)
-        assert case.q_lens in ((), (0,), (1,))
-        assert sum(case.kv_lens) == 0
+        drawn = draw(name, seed, i)
+        case = smallest(drawn, lambda case: True, budget=1000)
+        assert case.q_lens in ((0,), (1,)) if drawn.q_lens else case.q_lens == ()
+        assert not oddities(case) or case.q_lens == ()
+        assert sum(case.kv_lens) <= 1
         assert (case.config.num_heads, case.num_kv_heads, case.block_size, case.seed) == (1, 1, 64, 0)
         assert (case.dtype, case.cache_format, case.regime) == ("bfloat16", "bf16", "plain")
         assert case.layout == PLAIN_LAYOUT
@@ -58,7 +60,32 @@ def test_what_it_takes_is_what_is_left():
     found = smallest(case, fails)
     assert (found.kv_lens, found.config.num_heads, found.dtype) == ((129,), 3, "float16")
     assert found.layout == replace(PLAIN_LAYOUT, block_gap=8)
-    assert (found.q_lens, found.block_size, found.regime) == ((0,), 64, "plain")
+    assert (found.q_lens, found.block_size, found.regime) == ((1,), 64, "plain")
+
+
+WRONG_AT = {
+    # what the failure is of, and the lengths that are left
+    "a mask that is a key off": (lambda q_len, kv_len: q_len > 1, (2,), (2,)),
+    "a row without a key": (lambda q_len, kv_len: q_len > kv_len, (1,), (0,)),
+    "a request without new tokens": (lambda q_len, kv_len: q_len == 0, (0,), (0,)),
+    "long contexts": (lambda q_len, kv_len: kv_len > 40, (1,), (41,)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_AT)
+def test_only_what_is_wrong_there_is_left_with_odd_requests(what):
+    """Tokens without keys show a wrong mask, too, but nobody would look for it there."""
+    wrong, q_lens, kv_lens = WRONG_AT[what]
+    case = draw("latent_attention", 0, 0)
+    case = replace(case, q_lens=(3, 0, 2, 4, 7), kv_lens=(1, 33, 90, 0, 200))
+    assert oddities(case) == {"a request without new tokens", "tokens that see no key"}
+    found = smallest(case, lambda c: any(map(wrong, c.q_lens, c.kv_lens)))
+    assert (found.q_lens, found.kv_lens) == (q_lens, kv_lens)
+
+
+def test_lengths_of_what_attends_to_nothing_are_not_odd():
+    merge = draw("merge_states", 0, 0)
+    assert oddities(replace(merge, q_lens=(9,), kv_lens=(2,))) == frozenset()
 
 
 PLANTED = {

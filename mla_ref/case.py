@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, get_args
 
 from mla_ref.config import MLAConfig, RopeConfig
@@ -74,6 +74,10 @@ class Case:
         """One line; ``from_json`` gives back an equal case."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
+    def brief(self) -> str:
+        """The same without what ``from_json`` fills in by itself: short enough to be pasted."""
+        return json.dumps(_told(self), separators=(",", ":"))
+
     @staticmethod
     def from_json(text: str) -> "Case":
         """Raises: ValueError naming the field that is unknown, missing or of the wrong type."""
@@ -83,6 +87,16 @@ class Case:
             raise ValueError(f"case: not JSON: {error}") from None
         case: Case = _build(Case, data, "case")
         return case
+
+
+def _told(part: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not what they are by default; two zeros differ in their sign."""
+    values = {f.name: (getattr(part, f.name), f.default) for f in fields(part)}
+    return {
+        name: _told(value) if is_dataclass(value) else value
+        for name, (value, default) in values.items()
+        if repr(value) != repr(default)
+    }
 
 
 # What a JSON value may be for each annotation that Case and its parts use.

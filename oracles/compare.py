@@ -119,7 +119,7 @@ def _finding(
         return Finding(ok=True, worst=worst, num_checked=got.numel())
     detail = (
         f"{name}: {num_bad} of {got.numel()} elements are not what they may be; worst at {worst.place}: "
-        f"got {worst.got:.9g}, {_wanted(worst)}"
+        f"got {worst.got:.9g}, {wanted(worst)}"
     )
     letters = where if isinstance(where, str) else ""
     return Finding(
@@ -132,9 +132,9 @@ def _finding(
     )
 
 
-def _wanted(worst: Worst) -> str:
+def wanted(worst: Worst) -> str:
     """What an element may be; how far it is from that where there is such a number."""
-    if not worst.bound:
+    if not worst.bound or not math.isfinite(worst.want):
         return f"must be {worst.want:.9g}"
     want = f"want {worst.want:.9g} ± {worst.bound:.3g}"
     return f"{want} ({worst.ratio:.3g} × the bound)" if math.isfinite(worst.got) else want

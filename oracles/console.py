@@ -3,10 +3,12 @@
 Names, messages and verdicts are those of strangers: what is printed passes through ``printable``.
 """
 
+import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +16,13 @@ from rich.text import Text
 
 from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
+from oracles.compare import wanted
 from oracles.exits import printable
-from oracles.verdict import BROKEN, FAIL, HELD, NOT_RUN, Verdict
+from oracles.shrink import oddities
+from oracles.verdict import BROKEN, ERROR, FAIL, HELD, NOT_RUN, Verdict
 from oracles.verify import DEFAULT, oracles_for
+
+NUMBER = re.compile(r"\b(0x[0-9a-f]+|\d+)\b")
 
 # Reasons of one backend that a summary tells in full.
 FEW = 3
@@ -160,40 +166,65 @@ def distinct(verdicts: Iterable[Verdict]) -> list[tuple[Verdict, int]]:
 
 
 def group_of(verdict: Verdict) -> tuple[str, ...]:
-    """What failures that are shown as one have in common: a claim, or an error."""
-    what = verdict.oracle if verdict.status == FAIL else verdict.detail
+    """What failures that are shown as one have in common: a claim, or what is said of every claim alike.
+
+    Shapes, indices and addresses in an exception, or in what was returned, differ from case to case.
+    """
+    what = verdict.detail
+    if verdict.status == FAIL and verdict.worst is not None:
+        what = verdict.oracle
+    elif verdict.status in (FAIL, ERROR):
+        what = NUMBER.sub("0", verdict.detail)
     return verdict.backend, verdict.variant, verdict.status, what
 
 
 def _size(verdict: Verdict) -> tuple[int, ...]:
     case = verdict.case
-    return sum(case.kv_lens) * case.config.num_heads, sum(case.q_lens), len(case.q_lens)
+    keys = sum(case.kv_lens) * case.config.num_heads
+    return len(oddities(case)), keys, sum(case.q_lens), len(case.q_lens)
 
 
 def describe(verdict: Verdict) -> list[str]:
-    """What was claimed, where it broke, and how to see it again: three or four lines."""
+    """What was claimed, where it broke, what the bad elements have in common, and how to see it again."""
     lines = [
         f"{verdict.status.upper()} {verdict.backend} {verdict.variant} {verdict.oracle}",
         f"  case  {label(verdict.case)}",
     ]
-    if verdict.worst is not None:
-        worst = verdict.worst
+    if reason := why(verdict):
+        lines.append(f"  why   {reason}")
+    if (worst := verdict.worst) is not None:
         lines.append(
-            f"  where {worst.tensor}{list(worst.index)} ({worst.place}): got {worst.got:.9g}, want "
-            f"{worst.want:.9g}, bound {worst.bound:.3g}, error / bound {worst.ratio:.3g}"
+            f"  where {worst.tensor}{list(worst.index)} ({worst.place}): got {worst.got:.9g}, {wanted(worst)}"
         )
-    if verdict.detail:
-        lines.append(f"  why   {verdict.detail}")
+        if verdict.num_bad:
+            pattern = verdict.pattern
+            found = f": {pattern.where}" if pattern is not None and pattern.where else ""
+            lines.append(f"  bad   {verdict.num_bad} of {verdict.num_checked} elements{found}")
+            if pattern is not None and pattern.guess:
+                lines.append(f"  guess {pattern.guess}")
     lines.append(f"  again {replay_command(verdict)}")
     return lines
 
 
+def why(verdict: Verdict) -> str:
+    """A verdict's detail, without what its worst element and its pattern say anyway."""
+    if verdict.worst is None:
+        return verdict.detail
+    before, found, _ = verdict.detail.partition(f"{verdict.worst.tensor}: {verdict.num_bad} of")
+    return before.rstrip(": ") if found else verdict.detail
+
+
 def replay_command(verdict: Verdict) -> str:
     """The shell command that judges the same backend on the same case."""
-    words = ["mla-verify", "replay", verdict.case.to_json(), "--backend", verdict.backend]
+    words = ["mla-verify", "replay", _pasted(verdict.case), "--backend", verdict.backend]
     if verdict.device != "cpu":
         words += ["--device", verdict.device]
     return shlex.join(words)
+
+
+def _pasted(case: Case) -> str:
+    """A case as short as it gets: where a model's sizes were read is of no use to whoever runs it."""
+    return replace(case, config=replace(case.config, source="")).brief()
 
 
 def python_code(verdict: Verdict) -> str:
@@ -206,7 +237,7 @@ from mla_ref.case import Case
 from mla_ref.problem import problem
 from oracles.verify import find_backend
 
-case = Case.from_json({verdict.case.to_json()!r})
+case = Case.from_json({_pasted(verdict.case)!r})
 backend = find_backend({verdict.backend!r})
 inputs = problem(case.problem).materialize(case, torch.device({verdict.device!r}))
 output = {fn}(*inputs)

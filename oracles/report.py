@@ -13,7 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oracles.console import distinct, group_of, label, reasons, replay_command
+from oracles.compare import wanted
+from oracles.console import distinct, group_of, label, reasons, replay_command, why
 from oracles.run_directory import RunDirectory, is_run_directory, versions
 from oracles.verdict import BROKEN, FAIL, HELD, NOT_RUN, Pattern, Verdict
 
@@ -108,6 +109,7 @@ def page(path: Path, title: str = "") -> str:
     small = RunDirectory(path).failures() if manifest else []
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["ratio"] = _ratio
+    environment.filters["wanted"] = wanted
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         title=title or path.name,
@@ -185,19 +187,11 @@ def _failures(found: Found, small: Iterable[Verdict]) -> list[dict[str, Any]]:
                 "case": label(verdict.case),
                 "claim": verdict.oracle if verdict.status == FAIL else "",
                 "again": replay_command(verdict),
-                "why": _why(verdict),
+                "why": why(verdict),
                 "svg": _heat_map(pattern) if pattern is not None and _cells(pattern) > 1 else "",
             }
         )
     return entries
-
-
-def _why(verdict: Verdict) -> str:
-    """A verdict's detail, without what the page says of its worst element anyway."""
-    if verdict.worst is None:
-        return verdict.detail
-    before, found, _ = verdict.detail.partition(f"{verdict.worst.tensor}: {verdict.num_bad} of")
-    return before.rstrip(": ") if found else verdict.detail
 
 
 def _ratio(x: float) -> str:

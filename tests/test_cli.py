@@ -20,11 +20,11 @@ from mla_ref.problem import problems
 from mla_ref.values import REGIMES
 from oracles.claims import Claim, Selection, outcome_of
 from oracles.command import main
-from oracles.console import to_stdout, write
+from oracles.console import describe, distinct, to_stdout, write
 from oracles.exits import WorkersError, printable
 from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
 from oracles.oracle import rules
-from oracles.verdict import PASS, Verdict, Worst
+from oracles.verdict import FAIL, PASS, Pattern, Verdict, Worst
 from oracles.verify import backends, judge
 
 SMALL = ["--preset", "a.x-k2", "--format", "bf16", "--jobs", "1"]
@@ -174,6 +174,54 @@ def test_a_failure_is_one_pasteable_line(stranger, capsys):
     )
 
 
+BROKEN_VALUE = Verdict(
+    status=FAIL,
+    backend="b",
+    variant="default",
+    oracle="value",
+    case=Case(problem="latent_attention", config=PRESETS["a.x-k2"], q_lens=(2,), kv_lens=(9,)),
+    device="cpu",
+    detail="with the pages elsewhere: out: 2 of 8 elements are not what they may be; worst at head 1",
+    worst=Worst(tensor="out", index=(1,), got=1.5, want=0.25, bound=0.5, ratio=2.5, place="head 1"),
+    num_bad=2,
+    num_checked=8,
+    pattern=Pattern(where="every head", guess="heads 0 and 1 are exchanged"),
+)
+
+
+def test_a_failure_says_each_thing_once():
+    *lines, again = describe(BROKEN_VALUE)
+    assert lines == [
+        "FAIL b default value",
+        "  case  latent_attention a.x-k2 h=32 q=2 kv=9 bfloat16 bf16 block=64 plain seed=0",
+        "  why   with the pages elsewhere",
+        "  where out[1] (head 1): got 1.5, want 0.25 ± 0.5 (2.5 × the bound)",
+        "  bad   2 of 8 elements: every head",
+        "  guess heads 0 and 1 are exchanged",
+    ]
+    assert len(again) < 600
+    unexplained = replace(BROKEN_VALUE, detail="it is odd", pattern=None)
+    assert "  why   it is odd" in describe(unexplained)
+    assert "  bad   2 of 8 elements" in describe(unexplained)
+
+
+def test_what_is_wrong_with_every_claim_alike_is_one_kind():
+    of = {"worst": None, "pattern": None, "num_bad": 0, "num_checked": 0}
+    shapes = [f"out: shape is [{n}, 4, 512], must be [1, 4, 512]" for n in (2, 3)]
+    returned = [replace(BROKEN_VALUE, detail=d, oracle=o, **of) for d in shapes for o in ("value", "lse")]
+    raised = [replace(v, status="error", detail=f"IndexError: index {i}") for i, v in enumerate(returned)]
+    died = [replace(v, status="crash", detail=f"died of signal {i}") for i, v in enumerate(returned)]
+    assert [count for _, count in distinct(returned)] == [4]
+    assert [count for _, count in distinct(raised)] == [4]
+    assert [count for _, count in distinct(died)] == [1] * 4
+    assert [count for _, count in distinct([BROKEN_VALUE, replace(BROKEN_VALUE, oracle="lse")])] == [1, 1]
+
+
+def test_the_case_that_is_shown_is_ordinary_where_one_is():
+    odd = replace(BROKEN_VALUE, case=replace(BROKEN_VALUE.case, q_lens=(2,), kv_lens=(1,)))
+    assert distinct([odd, BROKEN_VALUE]) == [(BROKEN_VALUE, 2)]
+
+
 def test_shown_python_runs_the_same_implementation(stranger, tmp_path, capsys):
     path, wrong = tmp_path / "verdicts.jsonl", stranger(STRANGER.format(mistake=" - 1"))
     main(["run", "--backend", f"{wrong}:KERNEL", *SMALL, "--json", str(path)])
@@ -210,7 +258,11 @@ def test_an_implementation_that_raises_is_an_error_with_its_message(stranger, ca
         )
     )
     assert main(["run", "--backend", f"{raising}:KERNEL", *SMALL]) == 1
-    assert re.search(r"^ERROR .*\n.*\n +why +KeyError: 'lost'$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        rf"^ERROR .*\n.*\n +why +KeyError: 'lost', in decode, {raising}\.py:\d+$",
+        capsys.readouterr().out,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.parametrize("question", ["requires", "supports"])

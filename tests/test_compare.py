@@ -119,6 +119,12 @@ def test_a_failure_names_the_worst_element():
     )
 
 
+def test_nobody_is_some_bounds_away_from_infinity():
+    want = Admissible(torch.tensor([-torch.inf]).double(), torch.tensor([1e300]).double(), torch.float32)
+    finding = within("lse", torch.tensor([0.5]), want, "h")
+    assert finding.detail.endswith("worst at head 0: got 0.5, must be -inf")
+
+
 @pytest.mark.parametrize(
     ("letters", "index", "fields", "words"),
     [

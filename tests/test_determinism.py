@@ -1,6 +1,8 @@
 """A case is a recipe: JSON loses nothing, and the same seed gives the same bits, today and on any machine."""
 
 import hashlib
+import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -72,6 +74,7 @@ def test_the_same_seed_gives_the_same_bits(name):
 def test_json_loses_nothing(name):
     case = replace(CASES[name], kv_scale=0.1 + 0.2, seed=2**31 - 1)
     assert Case.from_json(case.to_json()) == case
+    assert Case.from_json(case.brief()) == case
     assert digest(Case.from_json(case.to_json())) == digest(case)
 
 
@@ -79,6 +82,16 @@ def test_json_loses_nothing_of_a_rope():
     config = replace(mutants.CONFIG, rope=replace(YARN_ROPE, attention_factor=0.1))
     case = replace(mutants.LATENT, config=config)
     assert Case.from_json(case.to_json()) == case
+    assert Case.from_json(case.brief()) == case
+
+
+def test_brief_json_holds_what_is_not_there_by_itself():
+    case = replace(mutants.LATENT, kv_scale=-0.0, layout=replace(mutants.LATENT.layout, block_gap=8))
+    said = json.loads(case.brief())
+    assert said["layout"] == {"block_gap": 8}
+    assert "num_kv_heads" not in said
+    assert math.copysign(1.0, Case.from_json(case.brief()).kv_scale) == -1.0
+    assert len(case.brief()) < len(case.to_json()) / 2
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -12,6 +12,7 @@ import pytest
 from mla_ref.case import Case
 from mla_ref.presets import preset
 from oracles.command import main
+from oracles.console import replay_command
 from oracles.report import BAD, BINS, FAINT, GOOD, INK, TEMPLATE, gathered, page
 from oracles.run_directory import VERDICTS
 from oracles.verdict import Pattern, Verdict, Worst
@@ -95,9 +96,9 @@ def test_everything_is_counted_and_said(tmp_path):
     assert "q=1,2 kv=5,7" in text  # the smaller of the two cases
     assert "kv=50,70" not in text
     assert "3 of 9 elements of out : heads 1 and 3 of 4 guess each head has its neighbour's values" in text
-    assert "request 0, head 1: got 1.5, want 0.25 ± 0.5, 2.500 × the bound" in text
+    assert "request 0, head 1: got 1.5, want 0.25 ± 0.5 (2.5 × the bound)" in text
     assert "2 verdicts, of which this is on the smallest case" in text
-    assert f"mla-verify replay '{CASE.to_json()}' --backend wrong" in text
+    assert replay_command(FAILED) in text
     assert "far unavailable, needs a GPU (1 case)" in text
     assert "mla-verify" in text.partition("versions of what wrote this page")[2]
 

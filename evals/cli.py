@@ -212,7 +212,7 @@ def survey(
         finally:
             signal.signal(signal.SIGTERM, before)
     if record is not None:
-        typer.echo(surveys.markdown(record))
+        typer.echo(f"{surveys.about(record)}\n\n{surveys.markdown(record)}")
     if stopped or record is None:
         typer.echo("survey: interrupted; the same command goes on", err=True)
         raise typer.Exit(INTERRUPTED)
@@ -232,11 +232,18 @@ def rejudge(
     from evals import survey as surveys
 
     with _refusing("rejudge"):
-        record = surveys.again(json.loads(record_file.read_text(encoding="utf-8")), _checkpoint(checkpoint))
+        record = surveys.again(_read(record_file), _checkpoint(checkpoint))
         if json_file is not None:
             _write(json_file, record)
-    typer.echo(surveys.markdown(record))
+    typer.echo(f"{surveys.about(record)}\n\n{surveys.markdown(record)}")
     raise typer.Exit(_code(record))
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{file}: not JSON: {error}") from None
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
@@ -260,10 +267,10 @@ def _chosen(paths: dict[str, str], only: list[str]) -> dict[str, str]:
 @app.command()
 def calibrate(checkpoint: Folder, device: Device = "cpu", model_dtype: ModelDtype = "float32") -> None:
     """Measure the noise of right paths again; store it beside the checkpoint with its hash."""
-    from evals import trial as trials
+    from evals import calibration
 
     with _refusing("calibrate"):
-        trials.calibrate(_checkpoint(checkpoint), typer.echo, _device(device), _floating(model_dtype))
+        calibration.calibrate(_checkpoint(checkpoint), typer.echo, _device(device), _floating(model_dtype))
 
 
 @app.command()

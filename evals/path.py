@@ -96,7 +96,7 @@ def attention_of(path: AttentionPath, config: MLAConfig, device: str = "cpu") ->
         prefill = chunked_by(packed, lambda _contexts, _block_size: rows)
     chosen = _by_length(decode, prefill, path.decode_threshold)
     dtype = getattr(torch, path.dtype)
-    return chosen if dtype == torch.float32 else _in(dtype, chosen)
+    return chosen if dtype == torch.float32 else in_type(dtype, chosen)
 
 
 def layer_of(path: AttentionPath, config: MLAConfig, device: str = "cpu") -> Layer:
@@ -167,7 +167,7 @@ def _between_projections(latent: Attention) -> Attention:
     return attention
 
 
-def _in(dtype: torch.dtype, attention: Attention) -> Attention:
+def in_type(dtype: torch.dtype, attention: Attention) -> Attention:
     """``attention`` on rounded queries and weights; its output widened again."""
 
     def rounded(*args: object) -> AttentionOutput:

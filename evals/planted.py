@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from evals.model import Model
-from evals.path import Attention, AttentionPath, Layer, attention_of
+from evals.path import Attention, AttentionPath, Layer, attention_of, in_type
 from mla_ref.config import MLAConfig
 from mla_ref.layer import layer_around
 from mla_ref.merge_states import merge
@@ -37,7 +37,7 @@ class Planted:
     def attend(self, model: Model) -> Attention:
         """Its implementation of ``attention``."""
         if self.attention is not None:
-            return self.attention(model.config)
+            return in_type(getattr(torch, self.path.dtype), self.attention(model.config))
         return attention_of(self.path, model.config, model.device.type)
 
     def layer(self, model: Model) -> Layer:
@@ -48,7 +48,10 @@ class Planted:
 def attend(inputs: AttentionInputs, steps: Steps) -> AttentionOutput:
     """Expanded attention over two parts of the keys, merged, in which any step may differ."""
     dtype, dims = compute_dtype(inputs.q_nope), (inputs.w_uk.shape[-1], inputs.q_pe.shape[-1])
-    out = inputs.q_nope.new_empty(*inputs.q_nope.shape[:2], inputs.w_uv.shape[1])
+    out = inputs.q_nope.new_empty(*inputs.q_nope.shape[:2], inputs.w_uv.shape[1])  # rounds what it is given
+    q_nope, q_pe, w_uk, w_uv = (
+        each.to(dtype) for each in (inputs.q_nope, inputs.q_pe, inputs.w_uk, inputs.w_uv)
+    )
     lse = inputs.q_nope.new_empty(inputs.q_nope.shape[:2], dtype=torch.float32)
     block_size = inputs.kv_cache.shape[1]
     for request in requests(inputs.block_table, inputs.cu_seqlens_q, inputs.cache_seqlens):
@@ -60,10 +63,10 @@ def attend(inputs: AttentionInputs, steps: Steps) -> AttentionOutput:
         kv_c, k_pe = keys(
             inputs.kv_cache, read, 0, request.kv_len, dims, inputs.cache_format, inputs.kv_scale, dtype
         )
-        k_nope = torch.einsum("hpc,jc->hjp", inputs.w_uk, kv_c)
-        value = torch.einsum("hvc,jc->hjv", inputs.w_uv, kv_c)
-        scores = torch.einsum("shp,hjp->hsj", inputs.q_nope[request.rows], k_nope)
-        scores += torch.einsum("shr,jr->hsj", inputs.q_pe[request.rows], k_pe)
+        k_nope = torch.einsum("hpc,jc->hjp", w_uk, kv_c)
+        value = torch.einsum("hvc,jc->hjv", w_uv, kv_c)
+        scores = torch.einsum("shp,hjp->hsj", q_nope[request.rows], k_nope)
+        scores += torch.einsum("shr,jr->hsj", q_pe[request.rows], k_pe)
         scores *= inputs.softmax_scale
         mask = step("mask", causal_mask(request, 0, request.kv_len, scores.device))
         half = request.kv_len // 2
@@ -202,6 +205,14 @@ def bugs(kv_scale: float) -> tuple[Planted, ...]:
         Planted(name="fp8 scale 8 times too small", path=fp8, around=_stored_under(1 / 8)),
         *BUGS,
     )
+
+
+def in_16_bits(planted: Planted) -> Planted:
+    """The same on operands and outputs of bfloat16, and a bf16 cache where there was a float32 one."""
+    path = replace(planted.path, dtype="bfloat16")
+    if path.cache_format == AttentionPath.cache_format:
+        path = replace(path, cache_format="bf16")
+    return replace(planted, path=path)
 
 
 def _fp8(kv_scale: float) -> AttentionPath:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,27 @@ from evals.path import REFERENCE, AttentionPath, parse
 from evals.runs import load
 from evals.statistics import PASS, Decision, Paired
 from evals.task import TASK
-from evals.trial import MARGIN, MEASURES, Line, costs, decided, limits, measured_noise, run_folder
+from evals.trial import (
+    MARGIN,
+    MEASURES,
+    Line,
+    costs,
+    decided,
+    limits,
+    limits_digest,
+    measured_noise,
+    run_folder,
+)
 
 FILTERS = ("strict-match", "flexible-extract")  # the first decides
 FLIPS = 10  # that are kept of each path
 PENDING = "had not ended when this was written"
 ABSENT = "is not in the record"
 PACKAGES = ("torch", "triton", "transformers", "lm_eval")
+FIELDS = (
+    *("checkpoint", "sha256", "limits", "model_dtype", "questions", "margin", "device", "versions", "date"),
+    *("jobs", "seconds", "paths"),
+)  # of a record
 
 SERVED = "block_size=64 chunk=256"
 CHUNKED = f"prefill=mla_fast.chunked_sdpa {SERVED}"
@@ -76,9 +91,10 @@ def survey(
     """
     if REFERENCE not in paths:
         raise ValueError(f"paths: {REFERENCE} is not among {', '.join(paths)}")
+    begun = time.monotonic()
     rows = {name: {"name": name, "path": path, "reason": PENDING} for name, path in paths.items()}
     children: list[subprocess.Popen[str]] = []
-    record = _about(folder, questions, device, model_dtype, margin)
+    about = _about(folder, questions, device, model_dtype, margin) | {"jobs": jobs}
     command = [sys.executable, "-m", "evals", "trial", str(folder), "--json", "--device", device]
     command += ["--model-dtype", model_dtype, "--questions", str(questions), "--margin", str(margin)]
     command += ["--out", str(out)]
@@ -86,14 +102,17 @@ def survey(
     def ended(name: str) -> dict[str, Any]:
         return {"name": name} | _trial([*command, "--path", paths[name]], seconds, out, margin, children)
 
-    yield record | {"paths": [*rows.values()]}
+    def record() -> dict[str, Any]:
+        return about | {"seconds": round(time.monotonic() - begun, 1), "paths": [*rows.values()]}
+
+    yield record()
     with ThreadPoolExecutor(jobs) as pool:
         order = sorted(paths, key=lambda name: name != REFERENCE)
         running = {pool.submit(ended, name): name for name in order}
         try:
             for future in as_completed(running):
                 rows[running[future]] = future.result()
-                yield record | {"paths": [*rows.values()]}
+                yield record()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in children:
@@ -109,15 +128,22 @@ def _about(folder: Path, questions: int, device: str, model_dtype: str, margin: 
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
+    noise = measured_noise(folder, model_dtype)
     return {
         "checkpoint": folder.name,
-        "sha256": measured_noise(folder, model_dtype)["sha256"],
+        "sha256": noise["sha256"],
+        "limits": limits_digest(noise),
         "model_dtype": model_dtype,
         "questions": questions,
         "margin": margin,
         "device": torch.cuda.get_device_name(device) if device != "cpu" else "CPU",
         "versions": versions,
+        "date": _today(),
     }
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def _trial(
@@ -158,20 +184,38 @@ def _answers(out: Path, path: AttentionPath, margin: float) -> dict[str, Any]:
 def again(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The record decided anew: what was found in it, beside the limits that its checkpoint has now.
 
-    A path of the survey that is not in the record gets a row that says so.
+    It says so under ``rejudged``: when, the limits of its run, and the outcomes and reasons by them that are
+    others now. A path of the survey that is not in the record gets a row that says so.
 
     Raises: ValueError if it is no record, or of other weights.
     """
-    if not isinstance(record, Mapping) or not {"sha256", "paths"} <= set(record):
-        raise ValueError("record: has no sha256 and paths; survey --json writes one")
-    noise = measured_noise(folder, record.get("model_dtype", "float32"))
+    if not isinstance(record, Mapping):
+        raise ValueError("record: is no object; survey --json writes one")
+    if lacks := [name for name in FIELDS if name not in record]:
+        raise ValueError(f"record: has no {', '.join(lacks)}; survey --json writes one")
+    noise = measured_noise(folder, record["model_dtype"])
     if record["sha256"] != noise["sha256"]:
         raise ValueError(
-            f"record: is of weights {record['sha256'][:12]}…, {folder} has {noise['sha256'][:12]}…"
+            f"record: is of weights {str(record['sha256'])[:12]}…, {folder} has {noise['sha256'][:12]}…"
         )
-    rows = {row["name"]: _again(row, noise) if "outcome" in row else row for row in record["paths"]}
+    try:
+        rows = {row["name"]: _again(row, noise) if "outcome" in row else row for row in record["paths"]}
+        first = record.get("rejudged") or {"limits": record["limits"], "verdicts": {}}
+        verdicts = {
+            old["name"]: {key: old[key] for key in ("outcome", "reason")}
+            for old in record["paths"]
+            if "outcome" in old
+        } | first["verdicts"]
+        changed = {name: was for name, was in verdicts.items() if was["outcome"] != rows[name]["outcome"]}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"record: a path is not as survey writes it: {error!r}") from None
     missing = {name: {"name": name, "path": PATHS[name], "reason": ABSENT} for name in PATHS}
-    return {**record, "paths": [*(missing | rows).values()]}
+    return {
+        **record,
+        "limits": limits_digest(noise),
+        "rejudged": {"date": _today(), "limits": first["limits"], "verdicts": changed},
+        "paths": [*(missing | rows).values()],
+    }
 
 
 def _again(row: Mapping[str, Any], noise: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +232,24 @@ def _again(row: Mapping[str, Any], noise: Mapping[str, Any]) -> dict[str, Any]:
     outcome, reason = decided(path, lines, paired, row["place"])
     new: dict[str, Any] = finite({"lines": [asdict(line) for line in lines]})
     return {**row, **new, "outcome": outcome, "reason": reason}
+
+
+def about(record: Mapping[str, Any]) -> str:
+    """Where, on what, when and by which limits; of a record that was rejudged also what its run had said."""
+    asked = f"{record['questions']} questions, margin {record['margin']:.0%}"
+    took = f"{record['seconds']:.0f} s, {record['jobs']} paths at a time"
+    lines = [
+        f"{record['checkpoint']}, {record['device']}, {asked}",
+        ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+        f"{record['date']}, {took}, limits {record['limits'][:12]}",
+    ]
+    if rejudged := record.get("rejudged"):
+        lines.append(f"rejudged {rejudged['date']}; by the limits of its run, {rejudged['limits'][:12]}:")
+        changed = [
+            f"- {name}: {was['outcome']}, {was['reason']}" for name, was in rejudged["verdicts"].items()
+        ]
+        lines += changed or ["- all verdicts were the same"]
+    return "\n".join(lines)
 
 
 def markdown(record: Mapping[str, Any]) -> str:

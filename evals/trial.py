@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,7 @@ from evals.tiers import (
     shadow,
 )
 from evals.train.examination import held_out
-from mla_ref.formats._e4m3 import E4M3_MAX
 from mla_ref.layer import layer_around
-from mla_ref.naive import naive
-from mla_ref.problem import AttentionOutput
-from oracles.whole_file import write_whole
 
 if TYPE_CHECKING:  # evals.lm imports lm_eval, which tiers 1 and 2 do without
     from evals.planted import Planted
@@ -57,21 +53,6 @@ COST = 3.0
 # What tiers 1 and 2 are held to, and tier 2 against a float32 cache.
 MEASURES = ("median", "worst", "mean_kl", "max_kl", "max_logit")
 COSTS = ("mean_kl", "max_kl")
-
-# Right paths over every cache format, in both operand types: their largest deviation is the noise.
-VARIANTS: tuple[AttentionPath, ...] = (
-    AttentionPath(decode="mla_ref.absorbed", prefill="mla_ref.chunked", chunk=96, workspace_rows=64),
-    AttentionPath(decode="mla_ref.split[num_splits=7]", prefill="mla_ref.absorbed", chunk=96),
-    AttentionPath(decode="mla_fast.sdpa", prefill="mla_fast.sdpa"),
-)
-# In 16 bits too: the references round what goes in and what comes out, kernels also the softmax weights.
-KERNELS: tuple[AttentionPath, ...] = (
-    AttentionPath(decode="evals.flash_latent", prefill="mla_fast.chunked_sdpa", chunk=96),
-    AttentionPath(decode="evals.flash_latent[lazy maximum]", prefill="mla_fast.chunked_sdpa"),
-    AttentionPath(decode="evals.flash_latent[lazy maximum]", prefill="mla_ref.chunked", chunk=96),
-)
-FORMATS = ("fp32", "bf16", "fp8_e4m3", "fp8_ds_mla")
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +125,16 @@ def limits(noise: Mapping[str, Any], path: AttentionPath) -> dict[str, float] | 
     return found and {name: FACTORS[path.dtype] * found[name] for name in MEASURES}
 
 
+def limits_digest(noise: Mapping[str, Any]) -> str:
+    """sha256 of every limit of a checkpoint, which its noise and the factors above it make."""
+    every = {}
+    for kind in noise["noise"]:
+        dtype, fmt = kind.split("/")
+        path = AttentionPath(dtype=dtype, cache_format=fmt)
+        every[kind] = limits(noise, path), costs(noise, path)
+    return hashlib.sha256(json.dumps(every, sort_keys=True).encode()).hexdigest()
+
+
 def texts_of(folder: Path, each: int = 1) -> list[Text]:
     """Prompts and answers of tiers 1 and 2: ``each`` held-out story and list of every length.
 
@@ -181,65 +172,6 @@ def lines_of(seen: Shadow, apart: Divergence, allowed: Mapping[str, float]) -> t
         for name in MEASURES
         if name in values
     )
-
-
-def fp8_scale(model: Model, texts: Sequence[Text]) -> float:
-    """The per-tensor scale under which the largest cached channel of the texts has the largest e4m3 code."""
-    largest = 0.0
-
-    def watched(*args: Any) -> AttentionOutput:
-        nonlocal largest
-        largest = max(largest, float(args[2].nan_to_num(nan=0.0).abs().max()))
-        return naive(*args)
-
-    forced_logits(model, layer_around(watched), AttentionPath(), texts)
-    return largest / E4M3_MAX
-
-
-def calibrate(
-    folder: Path, report: Callable[[str], None] = print, device: str = "cpu", model_dtype: str = "float32"
-) -> dict[str, Any]:
-    """Measure the noise of right variants in every cache format and write it beside the checkpoint.
-
-    Also stored: the cost of each format, which is how far from a float32 cache the definition and the right
-    variants over it are, and the scale of the per-tensor format.
-    """
-    model, texts = load(folder, device, getattr(torch, model_dtype)), texts_of(folder)
-    plain = reference_logits(model, AttentionPath(), texts)
-    scale = fp8_scale(model, texts)
-    noise: dict[str, dict[str, float]] = {}
-    cost: dict[str, dict[str, float]] = {}
-    for fmt in FORMATS:
-        reference = reference_logits(model, AttentionPath(cache_format=fmt, kv_scale=scale), texts)
-        own = divergence(plain, reference)._asdict()
-        for dtype in DTYPES:
-            worst, dearest = dict.fromkeys(MEASURES, 0.0), {name: own[name] for name in COSTS}
-            for variant in VARIANTS if dtype == AttentionPath.dtype else VARIANTS + KERNELS:
-                path = replace(variant, cache_format=fmt, dtype=dtype, kv_scale=scale)
-                try:
-                    attention = attention_of(path, model.config, model.device.type)
-                except ValueError as error:  # such as widths that a kernel does not have
-                    report(f"left out: {error}")
-                    continue
-                seen = shadow(model, path, attention, texts)
-                logits = forced_logits(model, layer_around(attention), path, texts)
-                found = seen._asdict() | divergence(reference, logits)._asdict()
-                worst = {name: max(worst[name], found[name]) for name in MEASURES}
-                against = divergence(plain, logits)._asdict()
-                dearest = {name: max(dearest[name], against[name]) for name in COSTS}
-            noise[f"{dtype}/{fmt}"], cost[f"{dtype}/{fmt}"] = worst, dearest
-            said = [f"{name} {value:.1e}" for name, value in worst.items()]
-            said += [f"cost {name} {value:.1e}" for name, value in dearest.items()]
-            report(f"{dtype}/{fmt}: {'  '.join(said)}")
-    stored = {
-        "sha256": digest(folder),
-        "model_dtype": model_dtype,
-        "kv_scale": scale,
-        "noise": noise,
-        "cost": cost,
-    }
-    write_whole(folder / NOISE, json.dumps(stored, indent=2) + "\n")
-    return stored
 
 
 def answers_of(

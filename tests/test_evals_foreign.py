@@ -16,7 +16,7 @@ from test_evals_model import TINY
 from tokenizers import AddedToken, Tokenizer, processors
 from typer.testing import CliRunner
 
-from evals import trial
+from evals import calibration, trial
 from evals.cli import app
 from evals.gsm8k import Row
 from evals.lm import MLAVerifyLM, evaluate
@@ -95,9 +95,10 @@ def test_shots_are_turns_of_a_chat(folder: Path, tmp_path: Path):
 def test_noise_is_measured_and_held_to_in_its_own_type(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ):
-    monkeypatch.setattr(trial, "FORMATS", ("bf16",))
-    monkeypatch.setattr(trial, "DTYPES", ("bfloat16",))
-    monkeypatch.setattr(trial, "texts_of", lambda folder: [text])
+    monkeypatch.setattr(calibration, "FORMATS", ("bf16",))
+    monkeypatch.setattr(calibration, "DTYPES", ("bfloat16",))
+    for module in (calibration, trial):
+        monkeypatch.setattr(module, "texts_of", lambda folder: [text])
     text = Text(integers(seed, "prompt", 1000, 40).tolist(), integers(seed, "answer", 1000, 4).tolist())
     mine = tmp_path / "mine"
     shutil.copytree(folder, mine)

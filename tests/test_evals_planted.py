@@ -10,13 +10,13 @@ pytest.importorskip("transformers", reason="models are loaded by transformers")
 pytest.importorskip("tokenizers", reason="the checkpoints' tokenizer needs tokenizers")
 pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 
+from evals.calibration import FORMATS, MOVED, moved
 from evals.model import Model, load
 from evals.path import AttentionPath, attention_of
-from evals.planted import Planted, bugs, right
-from evals.tiers import Text, divergence, reference_logits, shadow
+from evals.planted import Planted, bugs, in_16_bits, right
+from evals.tiers import Text, divergence, forced_logits, reference_logits, shadow
 from evals.trial import (
     CHECKPOINTS,
-    FORMATS,
     NOISE,
     Line,
     cost_of_format,
@@ -28,7 +28,7 @@ from evals.trial import (
 )
 from mla_ref.layer import layer_around
 
-MINI = CHECKPOINTS / "mini"
+MINI, GEOM = CHECKPOINTS / "mini", CHECKPOINTS / "geom"
 SCALE = json.loads((MINI / NOISE).read_text())["kv_scale"]
 RIGHT = {path.name: path for path in right(SCALE)}
 BUGS = {bug.name: bug for bug in bugs(SCALE)}
@@ -93,6 +93,50 @@ def test_a_bug_is_seen_and_by_the_tier_that_can(name: str, mini: Model, texts: l
     lines = _lines(BUGS[name], mini, texts, references)
     tiers = {line.tier for line in lines if not line.ok}
     assert tiers == ({"T2 logits"} if name in OUTSIDE else {"T1 shadow", "T2 logits"}), lines
+
+
+@pytest.mark.parametrize("fmt", FORMATS[1:])
+def test_what_t1_lets_pass_is_noise_to_t2_as_well(fmt: str, mini: Model, texts: list[Text]):
+    """The codes of a cache that go the other way are not those that the noise was measured with."""
+    over = AttentionPath(cache_format=fmt, kv_scale=SCALE)
+    allowed = limits(measured_noise(MINI), over)
+    reference = reference_logits(mini, over, texts)
+    for seed in range(MOVED, MOVED + 2):
+        attention = moved(attention_of(over, mini.config), allowed["median"], seed)
+        apart = divergence(reference, forced_logits(mini, layer_around(attention), over, texts))
+        assert 0.0 < apart.max_kl <= allowed["max_kl"]
+        assert apart.mean_kl <= allowed["mean_kl"]
+        assert apart.max_logit <= allowed["max_logit"]
+
+
+@pytest.fixture(scope="module")
+def geom() -> Model:
+    return load(GEOM)
+
+
+@pytest.fixture(scope="module")
+def plain_16_bits(geom: Model) -> tuple[list[Text], list[torch.Tensor]]:
+    """A story and a list of ten, and the reference's logits over a bf16 cache."""
+    texts = texts_of(GEOM)[::2]
+    return texts, reference_logits(geom, AttentionPath(cache_format="bf16"), texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "tiers"),
+    [
+        ("softmax scale + 1 %", {"T2 logits"}),
+        ("second page read twice in decode", {"T1 shadow"}),
+        ("merge takes lse for base 2", {"T1 shadow", "T2 logits"}),
+    ],
+)
+def test_the_faintest_bugs_are_seen_in_16_bits(name: str, tiers: set[str], geom: Model, plain_16_bits: tuple):
+    """Of the seventeen in bfloat16 the three that are nearest to their limits; what does not see them is a
+    control: rounding alone is within noise."""
+    texts, reference = plain_16_bits
+    bug = in_16_bits(BUGS[name])
+    found = measure(geom, bug.path, bug.attend(geom), bug.layer(geom), texts, reference)
+    lines = lines_of(*found, limits(measured_noise(GEOM), bug.path))
+    assert {line.tier for line in lines if not line.ok} == tiers, lines
 
 
 def test_there_are_seventeen():

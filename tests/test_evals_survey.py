@@ -15,13 +15,27 @@ pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 from typer.testing import CliRunner
 
 from evals import survey as surveys
+from evals import trial
 from evals.cli import app
 from evals.path import REFERENCE, parse
 from evals.survey import ABSENT, PATHS, PENDING, _trial, markdown, survey
-from evals.trial import CHECKPOINTS, Line, costs, limits, measured_noise
+from evals.trial import CHECKPOINTS, Line, costs, limits, limits_digest, measured_noise
 from oracles.verify import backends
 
 MINI = CHECKPOINTS / "mini"
+ABOUT = {
+    "checkpoint": "mini",
+    "sha256": measured_noise(MINI)["sha256"],
+    "limits": "0" * 64,
+    "model_dtype": "float32",
+    "questions": 400,
+    "margin": 0.05,
+    "device": "CPU",
+    "versions": {"torch": "2"},
+    "date": "2026-01-02",
+    "jobs": 3,
+    "seconds": 12.34,
+}
 TABLE = "|Tasks|Version|\n|-----|------:|\n|gsm8k|    3.0|\n|     |       |"
 
 
@@ -123,7 +137,11 @@ def test_every_path_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.
     assert result.exit_code == 2, result.output  # two questions decide nothing
     record = json.loads(file.read_text())
     assert [row["name"] for row in record["paths"]] == [*paths]
+    assert set(surveys.FIELDS) == set(record)
     assert (record["checkpoint"], record["device"], record["questions"]) == ("mini", "CPU", 2)
+    assert record["limits"] == limits_digest(measured_noise(MINI))
+    assert record["seconds"] >= max(row["seconds"] for row in record["paths"])
+    assert result.output.splitlines()[4].startswith("mini, CPU, 2 questions, margin 5%")
     reference, ours, elsewhere = record["paths"]
     assert all(line["found"] == 0.0 for line in reference["lines"])
     assert ours["filters"]["strict-match"]["pair"] == {"both": 2, "lost": 0, "won": 0, "neither": 0}
@@ -228,12 +246,18 @@ def test_a_record_is_held_to_the_limits_of_today(
     found = share and share * limit
     line = {"tier": tier, "measure": measure, "found": found, "limit": 1e-30}
     row = _decided("FAIL") | {"lines": [line]}
-    record = {"sha256": noise["sha256"], "paths": [row]}
+    record = ABOUT | {"sha256": noise["sha256"], "paths": [row]}
     file, new = tmp_path / "old.json", tmp_path / "new.json"
     file.write_text(json.dumps(record))
     result = CliRunner().invoke(app, ["rejudge", str(file), "mini", "--json", str(new)])
     assert result.exit_code == ("PASS", "FAIL").index(outcome), result.output
-    rows = {row["name"]: row for row in json.loads(new.read_text())["paths"]}
+    written = json.loads(new.read_text())
+    was = {} if outcome == "FAIL" else {"a kernel": {"outcome": "FAIL", "reason": row["reason"]}}
+    assert written["limits"] == limits_digest(noise)
+    assert written["rejudged"] | {"date": ""} == {"date": "", "limits": ABOUT["limits"], "verdicts": was}
+    assert f"by the limits of its run, {ABOUT['limits'][:12]}:\n- " in result.output
+    assert f"- a kernel: FAIL, {row['reason']}" in result.output or not was
+    rows = {row["name"]: row for row in written["paths"]}
     assert rows["a kernel"]["outcome"] == outcome
     assert rows["a kernel"]["reason"].startswith(reason)
     assert rows["a kernel"]["lines"] == [line | {"limit": limit}]
@@ -244,13 +268,63 @@ def test_a_record_is_held_to_the_limits_of_today(
     assert "rejudge: record: is of weights 000000000000…" in refused.output
 
 
-@pytest.mark.parametrize("text", ["[]", '{"cases": []}', "{"])
-def test_what_is_no_record_gets_no_verdict(text: str, tmp_path: Path):
+def test_a_record_that_is_rejudged_twice_tells_what_its_run_said(tmp_path: Path):
+    """By limits that fail a path, then by those of now, which pass it, then once more."""
+    noise = measured_noise(MINI)
+    line = {"tier": "T1 shadow", "measure": "worst", "found": 0.0, "limit": 1.0}
+    row = _decided("PASS") | {"lines": [line]}
+    run = ABOUT | {"sha256": noise["sha256"], "paths": [row | {"outcome": "FAIL", "reason": "noise"}]}
+    first = surveys.again(run, MINI)
+    second = surveys.again(first, MINI)
+    assert first["rejudged"]["verdicts"] == {"a kernel": {"outcome": "FAIL", "reason": "noise"}}
+    assert second["rejudged"] == first["rejudged"]
+    assert second["paths"] == first["paths"]
+    [kernel] = (each for each in second["paths"] if each["name"] == "a kernel")
+    back = first | {"paths": [kernel | {"outcome": "FAIL"}], "rejudged": None}
+    assert surveys.again(back, MINI)["rejudged"]["limits"] == first["limits"]
+
+
+def test_the_record_of_the_docs_is_held_to_the_limits_of_now():
+    record = json.loads((CHECKPOINTS.parent.parent / "docs" / "results" / "gate-h200.json").read_text())
+    folder = CHECKPOINTS / record["checkpoint"]
+    assert record["limits"] == limits_digest(measured_noise(folder))
+    held = surveys.again(record, folder)
+    assert held["paths"] == record["paths"]
+    assert [row["name"] for row in record["paths"]] == [*PATHS]
+
+
+def test_limits_have_a_digest_of_what_they_allow(monkeypatch):
+    noise = measured_noise(MINI)
+    here = limits_digest(noise)
+    assert limits_digest(noise | {"kv_scale": 0.0}) == here
+    monkeypatch.setattr(trial, "COST", 4.0)
+    assert limits_digest(noise) != here
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "record: is no object; survey --json writes one"),
+        ('{"cases": []}', "record: has no checkpoint, sha256, "),
+        ("{", "other.json: not JSON: "),
+        ("\udcff", "other.json: not JSON: "),
+        (json.dumps(ABOUT | {"paths": [1]}), "record: a path is not as survey writes it: "),
+        (json.dumps(ABOUT | {"paths": [{"name": "x", "outcome": "PASS"}]}), "writes it: KeyError('path')"),
+    ],
+)
+def test_what_is_no_record_gets_no_verdict(text: str, says: str, tmp_path: Path):
     file = tmp_path / "other.json"
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     result = CliRunner().invoke(app, ["rejudge", str(file), "mini"])
     assert result.exit_code == 3, result.output
+    assert says in result.output
     assert len(result.output.splitlines()) == 1
+
+
+def test_a_path_that_fails_names_no_measure_that_is_gone(tmp_path: Path):
+    row = _decided("PASS") | {"lines": [_line(1.0) | {"measure": "forgotten"}]}
+    with pytest.raises(ValueError, match="a path is not as survey writes it: KeyError"):
+        surveys.again(ABOUT | {"paths": [row]}, MINI)
 
 
 def test_a_device_that_is_none_is_one_line(tmp_path: Path):

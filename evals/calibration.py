@@ -1,0 +1,130 @@
+"""The noise of right paths, measured on a checkpoint and stored beside it."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evals.model import Model, load
+from evals.path import Attention, AttentionPath, attention_of
+from evals.tiers import Text, divergence, forced_logits, reference_logits, shadow
+from evals.trial import COSTS, FACTORS, MEASURES, NOISE, digest, texts_of
+from mla_ref.formats._e4m3 import E4M3_MAX
+from mla_ref.layer import layer_around
+from mla_ref.naive import naive
+from mla_ref.problem import AttentionOutput
+from mla_ref.values import bell
+from oracles.whole_file import write_whole
+
+# Right paths over every cache format, in both operand types: their largest deviation is the noise.
+VARIANTS: tuple[AttentionPath, ...] = (
+    AttentionPath(decode="mla_ref.absorbed", prefill="mla_ref.chunked", chunk=96, workspace_rows=64),
+    AttentionPath(decode="mla_ref.split[num_splits=7]", prefill="mla_ref.absorbed", chunk=96),
+    AttentionPath(decode="mla_fast.sdpa", prefill="mla_fast.sdpa"),
+)
+# In 16 bits too: the references round what goes in and what comes out, kernels also the softmax weights.
+KERNELS: tuple[AttentionPath, ...] = (
+    AttentionPath(decode="evals.flash_latent", prefill="mla_fast.chunked_sdpa", chunk=96),
+    AttentionPath(decode="evals.flash_latent[lazy maximum]", prefill="mla_fast.chunked_sdpa"),
+    AttentionPath(decode="evals.flash_latent[lazy maximum]", prefill="mla_ref.chunked", chunk=96),
+)
+FORMATS = ("fp32", "bf16", "fp8_e4m3", "fp8_ds_mla")
+DTYPES = ("float32", "bfloat16")
+
+# In float32, over a cache that rounds, paths part where a value lies so near the middle of two codes that it
+# takes the other one: a handful of values, others on every machine, a few of which decide the divergence. The
+# right paths of one machine are too few of them. The reference has some tens, others each time, when its
+# outputs are moved as far as T1 lets them be.
+MOVED = 8
+
+
+def fp8_scale(model: Model, texts: Sequence[Text]) -> float:
+    """The per-tensor scale under which the largest cached channel of the texts has the largest e4m3 code."""
+    largest = 0.0
+
+    def watched(*args: Any) -> AttentionOutput:
+        nonlocal largest
+        largest = max(largest, float(args[2].nan_to_num(nan=0.0).abs().max()))
+        return naive(*args)
+
+    forced_logits(model, layer_around(watched), AttentionPath(), texts)
+    return largest / E4M3_MAX
+
+
+def moved(attention: Attention, by: float, seed: int) -> Attention:
+    """``attention`` whose outputs are off by a share of themselves: normal, of deviation ``by``."""
+    calls = count()
+
+    def off(*args: Any) -> AttentionOutput:
+        out, lse = attention(*args)
+        share = bell(seed, f"call {next(calls)}", *out.shape).to(out.device)
+        return AttentionOutput((out * (1.0 + by * share)).to(out.dtype), lse)
+
+    return off
+
+
+def calibrate(
+    folder: Path, report: Callable[[str], None] = print, device: str = "cpu", model_dtype: str = "float32"
+) -> dict[str, Any]:
+    """Measure the noise of right variants in every cache format and write it beside the checkpoint.
+
+    Also stored: the cost of each format, which is how far from a float32 cache the definition and the right
+    variants over it are, and the scale of the per-tensor format.
+    """
+    model, texts = load(folder, device, getattr(torch, model_dtype)), texts_of(folder)
+    plain = reference_logits(model, AttentionPath(), texts)
+    scale = fp8_scale(model, texts)
+    noise: dict[str, dict[str, float]] = {}
+    cost: dict[str, dict[str, float]] = {}
+    for fmt in FORMATS:
+        over = AttentionPath(cache_format=fmt, kv_scale=scale)
+        reference = reference_logits(model, over, texts)
+        own = divergence(plain, reference)._asdict()
+        for dtype in DTYPES:
+            worst, dearest = dict.fromkeys(MEASURES, 0.0), {name: own[name] for name in COSTS}
+            for path, attention in _right(model, replace(over, dtype=dtype), report):
+                seen = shadow(model, path, attention, texts)
+                logits = forced_logits(model, layer_around(attention), path, texts)
+                worst = _larger(worst, seen._asdict() | divergence(reference, logits)._asdict())
+                dearest = _larger(dearest, divergence(plain, logits)._asdict())
+            if dtype == AttentionPath.dtype and fmt != AttentionPath.cache_format:
+                for seed in range(MOVED):
+                    layer = layer_around(moved(naive, FACTORS[dtype] * worst["median"], seed))
+                    apart = divergence(reference, forced_logits(model, layer, over, texts))
+                    worst = _larger(worst, apart._asdict())
+            noise[f"{dtype}/{fmt}"], cost[f"{dtype}/{fmt}"] = worst, dearest
+            said = [f"{name} {value:.1e}" for name, value in worst.items()]
+            said += [f"cost {name} {value:.1e}" for name, value in dearest.items()]
+            report(f"{dtype}/{fmt}: {'  '.join(said)}")
+    stored = {
+        "sha256": digest(folder),
+        "model_dtype": model_dtype,
+        "kv_scale": scale,
+        "noise": noise,
+        "cost": cost,
+    }
+    write_whole(folder / NOISE, json.dumps(stored, indent=2) + "\n")
+    return stored
+
+
+def _right(
+    model: Model, over: AttentionPath, report: Callable[[str], None]
+) -> Iterator[tuple[AttentionPath, Attention]]:
+    """The right paths of a type over a cache; one that does not take the model is reported and left out."""
+    for variant in VARIANTS if over.dtype == AttentionPath.dtype else VARIANTS + KERNELS:
+        path = replace(variant, cache_format=over.cache_format, dtype=over.dtype, kv_scale=over.kv_scale)
+        try:
+            attention = attention_of(path, model.config, model.device.type)
+        except ValueError as error:  # such as widths that a kernel does not have
+            report(f"left out: {error}")
+            continue
+        yield path, attention
+
+
+def _larger(known: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
+    """The larger of each measure that is known; what was not found stays."""
+    return {name: max(value, found.get(name, value)) for name, value in known.items()}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_ref.backend import Prepared
 from mla_ref.cache_gather import cache_gather
 from mla_ref.cache_write import cache_write
 from mla_ref.capacity import cache_capacity
@@ -36,6 +37,7 @@ from oracles.mutants import (
     READ,
     ROPE,
     WRITE,
+    Mutant,
     Run,
     attend,
     changed,
@@ -72,6 +74,32 @@ def attention_mutants(case: Case) -> dict[str, tuple[Case, Run]]:
         "scale_of_the_default_type": (case, given(softmax_scale=_of_default_type)),
         "output_in_a_graph": (case, _in_a_graph),
     }
+
+
+def prepared_mutants(case: Case) -> list[Mutant]:
+    """Edits of what is prepared; the call itself is right."""
+
+    def right(inputs: Any) -> AttentionOutput:
+        return attend(inputs, {})
+
+    def for_one_run(inputs: Any) -> Prepared:
+        """The workspace of partial sums is cleared with the plan, and not in each run."""
+        sums = []
+
+        def run() -> AttentionOutput:
+            output = right(inputs)
+            sums.append(output.out)
+            return output._replace(out=torch.stack(sums).sum(0).to(output.out.dtype))
+
+        return Prepared(run, lambda output: output)
+
+    def without_the_last_key(inputs: Any) -> Prepared:
+        """Planned before the lengths counted the new token."""
+        shorter = inputs._replace(cache_seqlens=(inputs.cache_seqlens - 1).clamp(min=0))
+        return Prepared(lambda: right(shorter), lambda output: output)
+
+    wrong = {"prepared_for_one_run": for_one_run, "prepared_without_the_last_key": without_the_last_key}
+    return [Mutant(name, case, right, prepare=prepare) for name, prepare in wrong.items()]
 
 
 def precision_mutants() -> dict[str, tuple[Case, Run]]:

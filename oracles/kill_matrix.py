@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mla_ref.backend import Prepared
 from mla_ref.case import Case
 from mla_ref.problem import problem
 from mla_ref.values import REGIMES, integers
@@ -147,7 +148,12 @@ def _find(name: str, of: str) -> Mutant:
 def _failing_the_right(mutant: Mutant, case: Case, oracles: Sequence[str]) -> set[str]:
     """Which of the oracles fail what the mutant was before its edit."""
     run, inputs = _right(mutant), problem(case.problem).inputs
-    backend = replace(mutant.backend, name=f"right.{mutant.name}", fn=lambda *given: run(inputs(*given)))
+    backend = replace(
+        mutant.backend,
+        name=f"right.{mutant.name}",
+        fn=lambda *given: run(inputs(*given)),
+        prepare=mutant.prepare and (lambda given: Prepared(lambda: run(given), lambda output: output)),
+    )
     return {v.oracle for v in judge(backend, case, oracles=oracles) if v.status != PASS}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mla_ref.backend import Backend
+from mla_ref.backend import Backend, Prepared
 from mla_ref.cache_gather import cache_gather
 from mla_ref.cache_write import cache_write
 from mla_ref.capacity import cache_capacity
@@ -47,12 +47,16 @@ Steps = Mapping[str, Callable[..., Any]]  # where ``attend`` departs from what i
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong implementation of a case's problem, and a case on which it differs from a right one."""
+    """A wrong implementation of a case's problem, and a case on which it differs from a right one.
+
+    prepare: as a backend's. Where there is one, it is what is wrong, and ``run`` is right.
+    """
 
     name: str
     case: Case
     run: Run
     numerics: Numerics = Numerics()
+    prepare: Callable[[Any], Prepared] | None = None
 
     @property
     def backend(self) -> Backend:
@@ -62,7 +66,7 @@ class Mutant:
         def fn(*args: Any) -> Any:
             return self.run(contract.inputs(*args))
 
-        return Backend(f"mutant.{self.name}", contract.name, fn, self.numerics)
+        return Backend(f"mutant.{self.name}", contract.name, fn, self.numerics, prepare=self.prepare)
 
 
 CONFIG = MLAConfig(
@@ -925,8 +929,11 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
 
 def mutants() -> list[Mutant]:
     """Every mutant. Those of ``latent_attention`` and of ``attention`` share their names."""
-    return [
+    from oracles.engine_mutants import prepared_mutants  # edits of what is defined here
+
+    found = [
         Mutant(name, case, run, numerics)
         for numerics, family in _families()
         for name, (case, run) in family.items()
     ]
+    return found + prepared_mutants(LATENT)

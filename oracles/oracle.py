@@ -35,6 +35,7 @@ class Trial:
     expected: what each field of the output may be, under the numerics that the backend declares.
     device: where the inputs are, and what is returned.
     runs_on: where the implementation is called; empty: there.
+    backend: whose function is on trial; of a variant, with that as its own function.
     disturbed: what calls so far changed that belongs to the whole process; the judge has put it back.
     """
 

@@ -69,7 +69,9 @@ def judge_job(job: Job) -> list[Verdict]:
 
 def _claims(job: Job, spec: str, backend: Backend, name: str, oracles: Sequence[str]) -> Iterator[Verdict]:
     """The verdicts on one function of a backend: its own, or that of a variant."""
-    alone = replace(backend, fn=backend.variants[name] if name else backend.fn, variants={})
+    alone = replace(backend, variants={})
+    if name:
+        alone = replace(alone, fn=backend.variants[name], prepare=None)
     for verdict in judgements(alone, job.case, device=job.device, oracles=oracles, judge_on=job.judge_on):
         yield replace(verdict, backend=spec, variant=name or DEFAULT)
 

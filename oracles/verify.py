@@ -140,7 +140,9 @@ def judgements(
         if reason is not None:
             yield from (_verdict(status, backend, name, o, case, device, reason) for o in wanted)
         else:
-            yield from _judge_variant(backend, name, fn, contract, case, device, wanted, judge_on)
+            # What is prepared is of the backend's own function.
+            alone = backend if name == DEFAULT else replace(backend, fn=fn, prepare=None)
+            yield from _judge_variant(alone, name, fn, contract, case, device, wanted, judge_on)
 
 
 def _judge_variant(

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mla_ref.backend import Prepared
 from mla_ref.case import Case
 from mla_ref.formats import formats
 from mla_ref.presets import PRESETS
@@ -524,7 +525,8 @@ def test_oracles_of_one_run_are_those_that_run_once(name):
         return backend.fn(*inputs)
 
     case = matrix(problems()[backend.problem], [PRESETS["a.x-k2"]], [formats()["bf16"]])[1]
-    judge(replace(backend, fn=counted, variants={}), case, oracles=[name])
+    prepare = lambda inputs: Prepared(lambda: counted(*inputs), lambda output: output)  # noqa: E731
+    judge(replace(backend, fn=counted, variants={}, prepare=prepare), case, oracles=[name])
     assert (len(calls) == 1) == (name in OF_ONE_RUN)
 
 

@@ -1,0 +1,142 @@
+"""Planned ahead, and replayed.
+
+Claim: what is left of a call once it is prepared gives the output of that call, each time that it runs; and a
+    call that a CUDA graph holds gives, when the graph is replayed, the output of what is in memory by then.
+Why: an engine plans once a step, repeats the rest in every layer, and replays steps of decode as graphs. A
+    plan that its first run uses up, a workspace that is filled while the plan is made, a length that is baked
+    in, a kernel on a stream that the graph does not see: each is right whenever it is called.
+Exact or bounded: as the call itself on these values, bit for bit, or within the bounds of the truth. Graphs
+    are a GPU's, and of calls that do not wait for it; what they return is NaN before they are replayed.
+Kills: plans that serve one run, plans of other lengths than the call's.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from oracles.compare import worst_of
+from oracles.oracle import Oracle, Raised, Trial, private_copy
+from oracles.probes import ATTENTION, made, nothing
+from oracles.rejudge import rejudged
+from oracles.rules.reused_memory import another, overwrite
+from oracles.verdict import Finding
+
+RUNS = 2
+
+
+class Graph(NamedTuple):
+    """A captured call: ``replay`` does what it does again, and leaves it in ``result``."""
+
+    replay: Callable[[], Any]
+    result: Any
+
+
+def check(trial: Trial) -> Finding:
+    """Run what is prepared, and replay that and the call itself from graphs, where there are any."""
+    findings = [_prepared(trial), _replayed(trial)]
+    told_of = [finding for finding in findings if finding.num_checked or not finding.ok]
+    return worst_of(told_of) if told_of else nothing("; ".join(finding.detail for finding in findings))
+
+
+def _prepared(trial: Trial) -> Finding:
+    prepare, memory = trial.backend.prepare, private_copy(trial.inputs)
+    if prepare is None:
+        return nothing("the backend prepares nothing")
+    prepared = _theirs("prepare", lambda: prepare(memory))
+    findings = []
+    for number in range(RUNS):
+        output = _theirs("prepare", lambda: prepared.finish(prepared.run()))
+        findings.append(_judged(trial, trial.inputs, output, memory, f"prepared, run {number + 1}"))
+    graph = graph_of(prepared.run, trial.device)
+    if isinstance(graph, Graph):
+        _clear(graph.result)
+        graph.replay()
+        output = _theirs("prepare", lambda: prepared.finish(graph.result))
+        findings.append(_judged(trial, trial.inputs, output, memory, "prepared, and replayed from a graph"))
+    return worst_of(findings)
+
+
+def _replayed(trial: Trial) -> Finding:
+    """The call itself, over the memory in which it was captured, with the values of another seed."""
+    memory = private_copy(trial.inputs)
+    graph = graph_of(lambda: trial.backend.fn(*memory), trial.device)
+    if not isinstance(graph, Graph):
+        return nothing(graph)
+    other = made(another, trial.case, trial.device)
+    overwrite(memory, other)
+    _clear(graph.result)
+    graph.replay()
+    return _judged(trial, other, graph.result, memory, "replayed from a graph, over other values")
+
+
+def _judged(trial: Trial, inputs: Any, output: Any, memory: Any, what: str) -> Finding:
+    fields = tuple(trial.problem.output_shapes)
+    if not isinstance(output, tuple) or len(output) != len(fields):
+        return Finding(ok=False, detail=f"{what}: output is no tuple of ({', '.join(fields)})")
+    first = trial.run(trial.inputs) if inputs is trial.inputs else trial.run(inputs)
+    return rejudged(trial, inputs, trial.problem.output(*output), memory, first, what)
+
+
+def _theirs(what: str, do: Callable[[], Any]) -> Any:
+    """What ``do`` returns. Raises: Raised, naming whose error it is."""
+    try:
+        return do()
+    except (Exception, SystemExit) as error:
+        line = (str(error).splitlines() or [""])[0]
+        raise Raised(f"{what} raised {type(error).__name__}: {line}") from error
+
+
+def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
+    """A CUDA graph of a call that was made before, or why there is none."""
+    if torch.device(device).type != "cuda":
+        return "there are graphs on a GPU alone"
+    with torch.cuda.device(torch.device(device)):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            call()  # what is compiled or allocated once is there from now on
+        torch.cuda.synchronize()
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError as error:
+            return f"no graph holds a call that waits for the device: {(str(error).splitlines() or [''])[0]}"
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                result = call()
+        except RuntimeError as error:
+            return f"it cannot be captured: {(str(error).splitlines() or [''])[0]}"
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize(device)
+
+    return Graph(replay, result)
+
+
+def _clear(result: Any) -> None:
+    """NaN wherever a result has floating-point numbers."""
+    for tensor in _tensors(result):
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for part in result:
+            yield from _tensors(part)
+
+
+ORACLE = Oracle(
+    name="captured",
+    check=check,
+    problems=(*ATTENTION, "merge_states", "cache_gather", "rope"),
+    kills=("prepared_for_one_run", "prepared_without_the_last_key"),
+    on_device=True,
+)

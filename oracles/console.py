@@ -130,6 +130,11 @@ def _idle(verdicts: Iterable[Verdict]) -> dict[tuple[str, str, str], set[Case]]:
     return cases
 
 
+def more_kinds(number: int) -> str:
+    """How many kinds of failure are not shown."""
+    return f"{number} more kind{'s'[: number != 1]} of failure"
+
+
 def _cases(number: int) -> str:
     return f"{number} case{'s'[: number != 1]}"
 
@@ -171,7 +176,7 @@ def group_of(verdict: Verdict) -> tuple[str, ...]:
     Shapes, indices and addresses in an exception, or in what was returned, differ from case to case.
     """
     what = verdict.detail
-    if verdict.status == FAIL and verdict.worst is not None:
+    if verdict.status == FAIL and (verdict.worst is not None or not verdict.detail):
         what = verdict.oracle
     elif verdict.status in (FAIL, ERROR):
         what = NUMBER.sub("0", verdict.detail)

@@ -22,15 +22,26 @@ from rich.text import Text
 from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
 from oracles.campaign import Plan, campaign, known
-from oracles.console import cell, describe, label, left_out, python_code, to_stdout, write
+from oracles.console import (
+    cell,
+    describe,
+    group_of,
+    label,
+    left_out,
+    more_kinds,
+    python_code,
+    to_stdout,
+    write,
+)
 from oracles.corpus import Entry, read
-from oracles.exits import INTERRUPTED
+from oracles.exits import INTERRUPTED, UsageError, said
 from oracles.oracle import rules
 from oracles.plan_cli import size
 from oracles.pool import describe_all, judges, sources_of
 from oracles.ray_engine import ray_engine
 from oracles.run_directory import Failure, manifest_of, open_run
 from oracles.tally import Count, Tally
+from oracles.verdict import Verdict
 from oracles.verify import backends, oracles_for, use_device
 from oracles.worker import Engine, Limits, share_of_memory
 
@@ -150,14 +161,14 @@ def fuzz(
                 journal = stack.enter_context(open_run(out, manifest))
                 done = known(plan, journal, tally)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+            raise UsageError(said(error)) from None
         start = time.monotonic()
         end = start + limit.seconds if limit.seconds is not None else math.inf
         events = campaign(plan, pool, journal, tally, lambda: time.monotonic() > end, done)
         if corpus is not None and kept is not None:
             events = _kept(events, corpus, kept)
         interrupted = not _ended(events, plan, tally, start, end)
-    _summarise(console, tally, time.monotonic() - start)
+    summarise(console, tally, time.monotonic() - start)
     if interrupted:
         return INTERRUPTED
     return 1 if tally.total("broken") else 0 if tally.total("ran") else 3
@@ -260,14 +271,16 @@ def _ended(events: Iterator[Failure | None], plan: Plan, tally: Tally, start: fl
     """Run to the end, showing how far it is. False if it was interrupted before."""
     screen = Console(stderr=True, highlight=False)
     live = Live(console=screen, transient=True, auto_refresh=False) if screen.is_terminal else None
-    shown = start
+    shown, told = start, set[tuple[object, ...]]()
     with _interruptible(), live or nullcontext():
         try:
             for failure in events:
                 now = time.monotonic()
                 if failure is not None:
                     found = failure.verdict
-                    write(screen, f"new: {describe(found)[0]}", f"  {label(found.case)}")
+                    if (one := _one(found)) not in told:
+                        told.add(one)
+                        write(screen, f"new: {describe(found)[0]}", f"  {label(found.case)}")
                 if now - shown > (LINE_EVERY if live is None else FRAME_EVERY):
                     shown = now
                     line = _progress(tally, plan, now - start, end - now)
@@ -278,6 +291,13 @@ def _ended(events: Iterator[Failure | None], plan: Plan, tally: Tally, start: fl
         except KeyboardInterrupt:
             return False
     return True
+
+
+def _one(verdict: Verdict) -> tuple[object, ...]:
+    """What failures have in common that are one to whoever reads of them: kind by kind they may come from
+    different cases, and be the same once these are small.
+    """
+    return *group_of(verdict), verdict.case
 
 
 def _progress(tally: Tally, plan: Plan, seconds: float, left: float) -> str:
@@ -303,7 +323,7 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _summarise(console: Console, tally: Tally, seconds: float) -> None:
+def summarise(console: Console, tally: Tally, seconds: float) -> None:
     """Counts by backend, why some were not tried, a failure of each kind, and one line for all."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("backend", no_wrap=True)
@@ -318,15 +338,18 @@ def _summarise(console: Console, tally: Tally, seconds: float) -> None:
     if tally.counts:
         console.print(table)
     write(console, "", *(f"{spec}: {reason}" for spec, reason in tally.reasons.items()))
-    failures = [(tally.first[kind], often) for kind, often in tally.found.items()]
+    counts: dict[tuple[object, ...], tuple[Verdict, int]] = {}
+    for kind, often in tally.found.items():
+        first = tally.first[kind]
+        verdict, before = counts.get(_one(first), (first, 0))
+        counts[_one(first)] = verdict, before + often
+    failures = list(counts.values())
     for number, (verdict, often) in enumerate(failures[:MAX_FAILURES]):
         write(console, *describe(verdict), *([f"  and   {often - 1} more like it"] if often > 1 else []), "")
         if number < MAX_CODE:
             write(console, *python_code(verdict).splitlines(), "")
     if len(failures) > MAX_FAILURES:
-        write(
-            console, f"and {len(failures) - MAX_FAILURES} more kinds of failure; --out DIR keeps them all", ""
-        )
+        write(console, f"and {more_kinds(len(failures) - MAX_FAILURES)}; --out DIR keeps them all", "")
     cases, ran, failed = (tally.total(name) for name in ("cases", "ran", "failed"))
     held, broken, not_run = (tally.total(name) for name in ("held", "broken", "not_run"))
     speed = (cases - tally.resumed) / seconds

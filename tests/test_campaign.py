@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from mla_ref.presets import PRESETS
 from oracles import campaign as campaign_module
 from oracles.campaign import Plan, campaign, drawn, known, shrunk
 from oracles.command import main
+from oracles.console import to_stdout
 from oracles.corpus import read as corpus_entries
 from oracles.coverage import draw
-from oracles.fuzz_cli import at_most, budget_of, duration, memory_size
+from oracles.fuzz_cli import at_most, budget_of, duration, memory_size, summarise
 from oracles.pool import judge_job, judged
 from oracles.run_directory import VERDICTS, RunDirectory, manifest_of, open_run
 from oracles.tally import Count, Tally, kind_of
@@ -530,6 +532,17 @@ def test_every_fault_of_a_stranger_is_a_verdict_and_the_campaign_goes_on(tmp_pat
     assert "CRASH liar_all default value" in capsys.readouterr().out
 
 
+def test_kinds_that_are_the_same_small_failure_are_told_as_one(capsys):
+    case = draw("rope", 0, 0)
+    found = Verdict(status=FAIL, backend="b", variant="default", oracle="value", case=case, device="cpu")
+    kinds = {("b", stage): 2 for stage in ("decode", "mtp", "prefill")}
+    first = dict.fromkeys(kinds, found) | {("b", "mtp"): replace(found, oracle="lse")}
+    summarise(to_stdout(), Tally({"b": Count()}, found=kinds, first=first), 1.0)
+    out = capsys.readouterr().out
+    assert re.findall(r"^FAIL b default (\w+)$", out, re.M) == ["value", "lse"]
+    assert re.findall(r"^  and   (\d+) more like it$", out, re.M) == ["3", "1"]
+
+
 def test_interrupted_then_killed_then_run_to_its_end(tmp_path):
     """With processes of its own, and the signals of a terminal and of what kills for want of memory."""
     for package in ("mla_ref", "mla_fast", "oracles"):
@@ -683,7 +696,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_it_goes_on(tmp_path, monkeypatch
     monkeypatch.setattr("oracles.run_directory.os.write", full)
     assert main([*RUN, "--out", str(path)]) == 2
     assert re.fullmatch(
-        r"mla-verify: [^\n]*No space left on device: '[^\n]*verdicts\.jsonl'\n", capsys.readouterr().err
+        r"mla-verify: [^\n]*verdicts\.jsonl: No space left on device\n", capsys.readouterr().err
     )
     written = len(cases_of(path))
     monkeypatch.setattr("oracles.run_directory.os.write", write)

@@ -524,6 +524,8 @@ def test_the_command(
         (["show", "nope.json"], "nope.json"),
         (["--suite", "copy", "--kv-len", "9"], "--kv-len: goes with --problem; a suite has its own"),
         (["--format", "bf16"], "--format: goes with --problem"),
+        (["--json", "none/x.json"], "none/x.json: there is no directory none"),
+        (["--plot", "none/x.png"], "none/x.png: there is no directory none"),
         (
             ["--problem", "cache_write", "--backend", "mla_ref.cache_write", "--base", "nope"],
             "--base 'nope' takes no part; who does: mla_ref.cache_write",

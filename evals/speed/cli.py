@@ -73,6 +73,9 @@ def bench(
         pace = Pace() if where.type == "cuda" else SLOW
         if rounds:
             pace = Pace(**{**vars(pace), "rounds": rounds})
+        for path in (json_file, plot_file):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{path}: there is no directory {path.parent}")
         record = race(todo, backend or [], device=where, pace=pace, seen=partial(_seen, path=json_file))
         if plot_file:
             plot(record).savefig(plot_file)

@@ -45,13 +45,14 @@ from oracles.console import (
     label,
     left_out,
     main_reasons,
+    more_kinds,
     one_line,
     python_code,
     summary,
     to_stdout,
     write,
 )
-from oracles.exits import FAILED, NOTHING_RAN, OK, UsageError
+from oracles.exits import FAILED, NOTHING_RAN, OK, UsageError, said
 from oracles.junit import to_junit
 from oracles.lookup import cases_in, recipe, stored
 from oracles.matrix import Job, job_of, jobs_of, jobs_on
@@ -73,15 +74,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Hold implementations of multi-head latent attention to the truth.",
 )
-app.command(context_settings=plan_cli.CONTEXT)(plan_cli.plan)
-app.command(context_settings=gate_cli.CONTEXT)(gate_cli.gate)
-app.command("doctor")(doctor_cli.doctor)
-app.command()(fuzz_cli.fuzz)
-app.command(context_settings=bench_cli.CONTEXT)(bench_cli.bench)
-app.command("mutants")(mutants_cli.mutants)
-app.command("probe")(probe_cli.probe)
-app.command("record")(record_cli.record_command)
-app.command()(report_cli.report)
 
 Names = list[str] | None
 Device = Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")]
@@ -98,7 +90,7 @@ def _typed_by_user() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(said(error)) from None
 
 
 def _version(wanted: bool) -> None:
@@ -116,7 +108,6 @@ def _options(
     """What may stand before a command."""
 
 
-@app.command("list")
 def list_command(
     what: Annotated[str, typer.Argument(help=f"{', '.join(TABLES)}; without it, the first six.")] = "",
     device: Device = "cpu",
@@ -140,7 +131,6 @@ def list_command(
                     write(console, f"unavailable on {device}: {backend.name}: {reason}")
 
 
-@app.command()
 def run(
     backend: Annotated[Names, typer.Option(help="A listed name, or module:NAME; repeatable. All.")] = None,
     problem: Annotated[Names, typer.Option(help="Only this problem; repeatable.")] = None,
@@ -229,9 +219,7 @@ def run(
     for verdict, count in kinds[:MAX_FAILURES]:
         write(console, "", *describe(verdict), *([f"  and   {count - 1} more like it"] if count > 1 else []))
     if len(kinds) > MAX_FAILURES:
-        write(
-            console, "", f"and {len(kinds) - MAX_FAILURES} more kinds of failure; --json FILE keeps them all"
-        )
+        write(console, "", f"and {more_kinds(len(kinds) - MAX_FAILURES)}; --json FILE keeps them all")
     if kinds:
         write(console, "")
     return _close(console, verdicts, require or [], time.perf_counter() - start)
@@ -294,7 +282,6 @@ def _limits(workers: int, device: str, isolate: bool | None, timeout: str, memor
     )
 
 
-@app.command()
 def show(
     verdicts: Annotated[Path, typer.Argument(help="A run directory, or what `run --json` wrote.")],
     index: Index = None,
@@ -306,7 +293,6 @@ def show(
     write(console, f"{where}:", *describe(verdict), "", *python_code(verdict).splitlines(), "")
 
 
-@app.command()
 def replay(
     case: Annotated[
         str,
@@ -398,3 +384,22 @@ def _close(console: Console, verdicts: Sequence[Verdict], required: Sequence[str
     if broken or not ran.issuperset(required):
         return FAILED
     return OK if ran else NOTHING_RAN
+
+
+# In the order in which they are listed, each in as many words as a line of the list takes.
+for _name, _function, _context, _short in (
+    ("run", run, {}, "Judge backends on the conformance matrix."),
+    ("fuzz", fuzz_cli.fuzz, {}, "Judge backends on drawn cases; make small what fails."),
+    ("replay", replay, {}, "Judge one backend on one case again."),
+    ("show", show, {}, "Show one verdict, and how to see it again."),
+    ("report", report_cli.report, {}, "Write a run as one page of HTML, or its counts."),
+    ("probe", probe_cli.probe, {}, "Find out how an unknown kernel is called; write its adapter."),
+    ("record", record_cli.record_command, {}, "Store what a model's attention is given, as cases."),
+    ("bench", bench_cli.bench, bench_cli.CONTEXT, "Time backends beside their verdicts."),
+    ("mutants", mutants_cli.mutants, {}, "Try what is wrong on purpose: which claim kills it."),
+    ("gate", gate_cli.gate, gate_cli.CONTEXT, "Compare two lm_eval runs, question by question."),
+    ("plan", plan_cli.plan, plan_cli.CONTEXT, "How many tokens fit in a GPU's memory."),
+    ("list", list_command, {}, "Show what there is, and why a backend cannot run here."),
+    ("doctor", doctor_cli.doctor, {}, "Explain this machine: libraries, devices, known traps."),
+):
+    app.command(_name, context_settings=_context, short_help=_short)(_function)

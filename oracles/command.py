@@ -14,7 +14,17 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from oracles import gate_cli
-from oracles.exits import INTERRUPTED, NOTHING_RAN, OK, UNREAD, USAGE, UsageError, WorkersError, complain
+from oracles.exits import (
+    INTERRUPTED,
+    NOTHING_RAN,
+    OK,
+    UNREAD,
+    USAGE,
+    UsageError,
+    WorkersError,
+    complain,
+    said,
+)
 
 gate_alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 gate_alone.command(context_settings=gate_cli.CONTEXT)(gate_cli.gate)
@@ -38,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit):  # the latter is rich's, and for the same reason
         return _unread()
     except (UsageError, OSError) as error:
-        return complain(str(error), USAGE)
+        return complain(said(error), USAGE)
     except WorkersError as error:
         return complain(str(error), NOTHING_RAN)
     except (Abort, KeyboardInterrupt):

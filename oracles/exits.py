@@ -18,6 +18,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def said(error: Exception) -> str:
+    """What is wrong, in words: of a file its name and why, without the number of the error."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def complain(message: str, code: int) -> int:
     """Say in one line of stderr what is wrong; returns the exit code."""
     print(f"mla-verify: {printable(' '.join(message.split()))}", file=sys.stderr)

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from oracles.exits import UsageError, said
 from oracles.field import RULES
 from oracles.kill_matrix import Killed, every_mutant, matching, measure, put_on_record, to_json
 from oracles.oracle import rules
@@ -38,7 +39,7 @@ def mutants(
         if not found:
             raise ValueError("no mutant is of these names and problems and judged by these oracles")
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UsageError(said(error)) from None
     console = Console(stderr=True)
     shown = track(found, "mutants", console=console, disable=not console.is_terminal, transient=True)
     rows = [

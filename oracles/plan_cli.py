@@ -21,6 +21,7 @@ from mla_ref.config import MLAConfig
 from mla_ref.formats import cache_format
 from mla_ref.layout import CacheLayout
 from mla_ref.presets import preset as find_preset
+from oracles.exits import UsageError, said
 
 # Every word is read by ``_parse``, once for each setting.
 CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -122,7 +123,7 @@ def plan(context: typer.Context) -> int:
     try:
         plans = [plan_for(setting) for setting in settings]
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UsageError(said(error)) from None
     if any(found is not None and found[1] for found in parsed):
         rows = [
             {"setting": _summary(setting), "plan": asdict(planned)}
@@ -139,7 +140,7 @@ def _parse(words: Sequence[str]) -> tuple[Setting, bool] | None:
     try:
         result = get_command(_settings)(list(words), prog_name="mla-verify plan", standalone_mode=False)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UsageError(said(error)) from None
     return result if isinstance(result, tuple) else None
 
 

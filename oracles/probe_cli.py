@@ -16,7 +16,9 @@ from oracles.adapter_text import Manner, source
 from oracles.call_spec import DECIDED, ROLES, Spec, specs
 from oracles.console import to_stdout, write
 from oracles.conventions import QUESTIONS, Answer, Bench, Died, Geometry, first_contact, put
+from oracles.exits import UsageError, said
 from oracles.rotations import probe_rotation, rotates
+from oracles.verify import named_module
 
 UNANSWERED = 1
 FIRST = -1  # the question how the kernel is called at all
@@ -36,15 +38,20 @@ class State(NamedTuple):
 
 def kernel_named(target: str) -> Any:
     """The callable called "module:name". Raises: ValueError in one line."""
-    module, colon, path = target.partition(":")
+    _, colon, path = target.partition(":")
     if not colon or not path:
         raise ValueError(f"kernel {target!r}: expected module:callable")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+        found: Any = importlib.import_module(named_module(target))
+    except (ImportError, ValueError) as error:
         raise ValueError(f"kernel {target!r}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"kernel {target!r}: its import raised {type(error).__name__}: {error}") from None
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise ValueError(f"kernel {target!r}: {error}") from None
     if not callable(found):
         raise ValueError(f"kernel {target!r}: is {type(found).__name__}, which cannot be called")
     return found
@@ -115,6 +122,14 @@ def _ask_on(path: list[str], state: State, pipe: Connection) -> None:
         pipe.send((answers, state))
 
 
+def _list_roles(wanted: bool) -> None:
+    if wanted:
+        for name, text in ROLES.items():
+            typer.echo(f"{name:24} {text}")
+        typer.echo(f"{', '.join(DECIDED)}: the probe decides in each call")
+        raise typer.Exit
+
+
 def probe(
     kernel: Annotated[str, typer.Argument(help="module:callable, looked up in the working directory too.")],
     arg: Annotated[
@@ -130,28 +145,28 @@ def probe(
         Path | None, typer.Option(help="Write the adapter here instead of printing it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    roles: Annotated[bool, typer.Option("--roles", help="List the roles and end.", is_eager=True)] = False,
+    _: Annotated[
+        bool, typer.Option("--roles", help="List the roles and end.", callback=_list_roles, is_eager=True)
+    ] = False,
     seconds: Annotated[float, typer.Option(min=1, help="The longest that one question may take.")] = 120.0,
 ) -> int:
     """Find out what an unknown kernel takes and returns, and print an adapter to paste.
 
     Exit codes: 0 every question has an answer or is said not to apply; 1 no call was understood.
     """
-    if roles:
-        for name, text in ROLES.items():
-            typer.echo(f"{name:24} {text}")
-        typer.echo(f"{', '.join(DECIDED)}: the probe decides in each call")
-        return 0
+    if adapter is not None and (adapter.is_dir() or not adapter.parent.is_dir()):
+        what = "is a directory" if adapter.is_dir() else f"there is no directory {adapter.parent}"
+        raise UsageError(f"--adapter {adapter}: {what}")
     try:
         torch.empty(0, device=device)
         fn = kernel_named(kernel)
         rotation = not arg and rotates(fn)
         ways = [] if rotation else specs(fn, arg or [])
     except (ValueError, RuntimeError, AssertionError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UsageError(said(error)) from None
     formats = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     if dtype not in formats:
-        raise typer.BadParameter(f"--dtype {dtype!r} is not one of {', '.join(formats)}")
+        raise UsageError(f"--dtype {dtype!r} is not one of {', '.join(formats)}")
     geometry = Geometry(latent, rope, heads, block_size, dtype, formats[dtype]) if latent else None
     answers: list[Answer] = probe_rotation(fn, device) if rotation else []
     manner: Manner | None = None

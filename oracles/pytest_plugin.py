@@ -176,6 +176,7 @@ def _found(config: pytest.Config, name: str) -> str:
 def _claims(config: pytest.Config, backend: str, **changed: Any) -> list[Claim]:
     """Raises: ValueError in one line."""
     from oracles.claims import claims_of
+    from oracles.exits import said
 
     # Where the command line looks too: a kernel beside the configuration need not be installed.
     for folder in (str(config.rootpath), str(config.invocation_params.dir)):
@@ -184,7 +185,7 @@ def _claims(config: pytest.Config, backend: str, **changed: Any) -> list[Claim]:
     try:
         return claims_of(_selection(config, backend, **changed))
     except OSError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(said(error)) from None
 
 
 class ConformanceItem(pytest.Item):

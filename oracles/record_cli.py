@@ -7,7 +7,7 @@ import torch
 import typer
 
 from mla_ref.config import MLAConfig
-from oracles.exits import UsageError
+from oracles.exits import UsageError, said
 from oracles.recorded import STAGES, record, write
 from oracles.verify import use_device
 
@@ -40,6 +40,8 @@ def record_command(
         for index in chosen:
             if not 0 <= index < config.num_layers:
                 raise ValueError(f"--layer {index}: {config.name} has {config.num_layers} layers, from 0")
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out}: is a file, must be a directory")
         loaded, ids = _loaded(model, texts, dtype, device)
         out.mkdir(parents=True, exist_ok=True)
         for index, stage, case, tensors, source in record(loaded, config, ids, chosen):
@@ -50,7 +52,7 @@ def record_command(
     except ImportError as error:
         raise UsageError(f"record: {MISSING} ({error})") from None
     except (ValueError, OSError) as error:
-        raise UsageError(f"record: {error}") from None
+        raise UsageError(f"record: {said(error)}") from None
     typer.echo(f"{len(chosen) * len(STAGES)} recordings of {config.name} in {dtype}")
     return 0
 

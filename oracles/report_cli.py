@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from oracles.exits import UsageError
+from oracles.exits import UsageError, said
 from oracles.report import page
 from oracles.summary import summary
 from oracles.whole_file import write_whole
@@ -36,5 +36,5 @@ def report(
     except ImportError as error:
         raise UsageError(f"report: {MISSING} ({error})") from None
     except (ValueError, OSError) as error:
-        raise UsageError(f"report: {error}") from None
+        raise UsageError(f"report: {said(error)}") from None
     return 0

@@ -145,6 +145,8 @@ def open_run(path: Path, manifest: Mapping[str, Any]) -> Iterator[Journal]:
     Raises: ValueError in one line if another run writes here, if the manifest here is of another run, or if a
     line cannot be read; OSError if the directory cannot be written.
     """
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path}: is a file, must be a directory")
     path.mkdir(parents=True, exist_ok=True)
     begun = LOCK, draft_of(path / MANIFEST).name
     if not is_run_directory(path) and any(file.name not in begun for file in path.iterdir()):

@@ -46,8 +46,11 @@ def find_backend(spec: str) -> Backend:
     A name is a module that defines BACKEND.
     Raises: ValueError in one line: no such module, no such attribute, no Backend, or of no problem.
     """
-    module, _, attribute = spec.partition(":")
-    attribute = attribute or "BACKEND"
+    attribute = spec.partition(":")[2] or "BACKEND"
+    try:
+        module = named_module(spec)
+    except ValueError as error:
+        raise ValueError(f"backend {spec!r}: {error}") from None
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except (ImportError, ValueError) as error:
@@ -61,6 +64,17 @@ def find_backend(spec: str) -> Backend:
     except ValueError as error:
         raise ValueError(f"backend {spec!r}: {error}") from None
     return found
+
+
+def named_module(spec: str) -> str:
+    """The module of "module:ATTRIBUTE". Raises: ValueError if that is no name, but a file's."""
+    module, _, attribute = spec.partition(":")
+    if not module:
+        raise ValueError("names no module")
+    if "/" in module or module.endswith(".py"):
+        name = ":".join(filter(None, (Path(module).stem, attribute)))
+        raise ValueError(f"{module} is a file, and modules have names: say {name} where it lies")
+    return module
 
 
 def use_device(device: str) -> None:

@@ -92,6 +92,13 @@ def test_list_shows_every_name(capsys):
         assert set(scan) <= words
 
 
+def test_help_says_of_each_command_in_whole_words_what_it_does(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "  run      Judge backends on the conformance matrix.\n" in out
+    assert "..." not in out
+
+
 def test_list_says_why_a_backend_is_unavailable(capsys):
     main(["list", "backends"])
     out = capsys.readouterr().out
@@ -342,7 +349,7 @@ BAD_INPUT = [
     (["run", "--backend", "no.such.module:X"], r"backend 'no.such.module:X': cannot import 'no.such.module'"),
     (["run", "--json", "no/such/folder/x"], r"no/such/folder/x"),
     (["run", "--junit", "no/such/folder/x"], r"no/such/folder/x"),
-    (["show", "no-such-file"], r"No such file or directory: 'no-such-file'"),
+    (["show", "no-such-file"], r"mla-verify: no-such-file: No such file or directory"),
     (["show", "."], r"\.: holds no manifest\.json"),
     (["show", "empty"], r"no verdicts: the file is empty"),
     (["show", "garbage"], r"verdict: "),
@@ -355,14 +362,25 @@ BAD_INPUT = [
     (["run", "--json", "same", "--junit", "./same"], r"--json and --junit are one file: same"),
     (
         ["run", *SMALL, "--backend", "mla_ref.rope", "--json", "/dev/full"],
-        r"No space left on device: '/dev/full'",
+        r"mla-verify: /dev/full: No space left on device",
     ),
     (["mutants", "--mutant", "key_dropped", "--oracle", "stored"], r"no mutant is of these names"),
     (
         ["replay", GOOD_CASE.replace('"q_lens":[1]', f'"q_lens":[{2**62}]'), "--backend", "mla_ref.rope"],
         r"case: its inputs cannot be made: ",
     ),
-    (["replay", "no-such-file"], r"No such file or directory: 'no-such-file'"),
+    (["replay", "no-such-file"], r"no-such-file: No such file or directory"),
+    (["run", "--backend", "mla_ref.rope", "--out", "garbage"], r"garbage: is a file, must be a directory"),
+    (["run", "--backend", "./kernels/mine.py:X"], r"mine\.py is a file, .*: say mine:X where it lies"),
+    (["run", "--backend", ":X"], r"backend ':X': names no module"),
+    (["fuzz", "--budget", "3x"], r"mla-verify: budget '3x' is neither a time"),
+    (["plan", "--budget", "3x"], r"mla-verify: size '3x' is no number of bytes"),
+    (["probe", "garbage.py:f"], r"garbage\.py is a file, .*: say garbage:f where it lies"),
+    (["probe", "unclosed:f"], r"kernel 'unclosed:f': its import raised SyntaxError: '\(' was never closed"),
+    (
+        ["probe", "mla_ref.latent:latent", "--adapter", "none/a.py"],
+        r"--adapter none/a\.py: there is no directory none",
+    ),
     (["replay", "garbage", "--backend", "mla_ref.rope"], r"case: not JSON"),
     (["replay", "{", "--backend", "mla_ref.rope"], r"case: not JSON"),
     (["replay", "{}", "--backend", "mla_ref.rope"], r"case: missing .*'problem'"),
@@ -405,6 +423,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, mon
     (tmp_path / "number").write_text(f'{{"case":{GOOD_CASE},"status":"pass","backend":7}}', encoding="utf-8")
     for name in ("deep", "deep.jsonl"):
         (tmp_path / name).write_text("[" * 100_000, encoding="utf-8")
+    (tmp_path / "unclosed.py").write_text("x = (", encoding="utf-8")
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

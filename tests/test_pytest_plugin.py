@@ -203,7 +203,7 @@ def test_a_known_failure_must_be_one(project, known, message):
             "my_kernel:RIGHT': not tried, rope_norm does not judge latent_attention, which it implements",
         ),
         (["--mla-backend=my_kernel:RIGHT", "--mla-xfail=no.txt"], "--mla-xfail"),
-        (["--mla-backend=my_kernel:RIGHT", "--mla-case=no.json"], "No such file or directory: 'no.json'"),
+        (["--mla-backend=my_kernel:RIGHT", "--mla-case=no.json"], "no.json: No such file or directory"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-case=no.safetensors"], "no.safetensors: No such file"),
         (["--mla-backend=my_kernel:RIGHT", "--mla-timeout=soon"], "time 'soon' is no length of time"),
     ],

@@ -96,7 +96,7 @@ def test_help_says_of_each_command_in_whole_words_what_it_does(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "  run      Judge backends on the conformance matrix.\n" in out
-    assert "..." not in out
+    assert out.count("...") == 1  # of arguments
 
 
 def test_list_says_why_a_backend_is_unavailable(capsys):

@@ -10,6 +10,7 @@ Exact or bounded: as the call itself on these values, bit for bit, or within the
 Kills: plans that serve one run, plans of other lengths than the call's.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -83,8 +84,7 @@ def _theirs(what: str, do: Callable[[], Any]) -> Any:
     try:
         return do()
     except (Exception, SystemExit) as error:
-        line = (str(error).splitlines() or [""])[0]
-        raise Raised(f"{what} raised {type(error).__name__}: {line}") from error
+        raise Raised(f"{what} raised {type(error).__name__}: {_line(error)}") from error
 
 
 def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
@@ -92,30 +92,45 @@ def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
     if torch.device(device).type != "cuda":
         return "there are graphs on a GPU alone"
     with torch.cuda.device(torch.device(device)):
+        torch.cuda.synchronize()  # inputs are made on another stream
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            call()  # what is compiled or allocated once is there from now on
+            _theirs("a call", call)  # what is compiled or allocated once is there from now on
         torch.cuda.synchronize()
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        except RuntimeError as error:
-            return f"no graph holds a call that waits for the device: {(str(error).splitlines() or [''])[0]}"
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+        if reason := _why_it_waits(call):
+            return f"no graph holds a call that waits for the device: {reason}"
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 result = call()
         except RuntimeError as error:
-            return f"it cannot be captured: {(str(error).splitlines() or [''])[0]}"
+            return f"it cannot be captured: {_line(error)}"
 
     def replay() -> None:
         graph.replay()
         torch.cuda.synchronize(device)
 
     return Graph(replay, result)
+
+
+def _why_it_waits(call: Callable[[], Any]) -> str:
+    """What a call that waits for the device says of it; empty if it does not wait."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError as error:
+            return _line(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return ""
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).splitlines() or [""])[0]
 
 
 def _clear(result: Any) -> None:

@@ -7,7 +7,6 @@ set before triton was imported.
 import contextlib
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+
+from mla_fast._installed import found, why_not
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 128
@@ -60,13 +61,13 @@ class Schedule(NamedTuple):
 
 def requires(device: str) -> str | None:
     """What is missing to run on this type of device."""
-    if importlib.util.find_spec("triton") is None:
+    if not found("triton"):
         return "triton is not installed"
     interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
     if device == "cpu":
         if not interpret:
             return "on the CPU triton needs TRITON_INTERPRET=1, set before it is imported"
-        return _why_not_interpreted()
+        return why_not("triton") or _why_not_interpreted()
     if device != "cuda":
         return f"written for cuda, not for {device}"
     if interpret:
@@ -74,7 +75,9 @@ def requires(device: str) -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
     capability = torch.cuda.get_device_capability()
-    return None if capability >= (8, 0) else f"needs compute capability 8.0, this device has {capability}"
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, this device has {capability}"
+    return why_not("triton")
 
 
 def _why_not_interpreted() -> str | None:

@@ -10,12 +10,12 @@ serves every layer of a step: ``attend(plan(...), ...)``.
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from mla_fast._installed import why_not
 from mla_fast._split_keys import launching
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
@@ -24,6 +24,7 @@ from mla_ref.numerics import INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
 from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
 
+GLUON = "triton.experimental.gluon.language.nvidia.hopper"  # of Triton 3.6 or newer
 LATENT, ROPE = 512, 64
 BLOCK = 64  # keys of a block, rows of a lane
 MAX_LANES = 4
@@ -362,14 +363,10 @@ def requires(device: str) -> str | None:
     """A Hopper GPU and a Triton that has Gluon."""
     if device != "cuda" or not torch.cuda.is_available():
         return "needs a CUDA device"
-    if importlib.util.find_spec("triton") is None:
-        return "needs triton"
-    if importlib.util.find_spec("triton.experimental") is None:
-        return "needs a triton with Gluon (3.6 or newer)"
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         return f"needs compute capability 9.0, this device has {capability[0]}.{capability[1]}"
-    return None
+    return why_not("triton") or why_not(GLUON)
 
 
 def supports(case: Case) -> str | None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from inspect import unwrap
+from itertools import accumulate
 from types import ModuleType
 
 import pytest
@@ -21,8 +23,10 @@ from mla_fast import (
     flash_attn_3_varlen,
     flash_mla,
     flashinfer,
+    gluon_decode,
     sdpa_cudnn,
     transformers_layer,
+    triton_decode,
 )
 from mla_ref.backend import Backend, available, missing
 from mla_ref.case import Case
@@ -366,6 +370,7 @@ class Broken(MetaPathFinder, Loader):
 
 
 LIBRARIES = (
+    "triton",
     "flash_mla",
     "flash_attn",
     "flash_attn_interface",
@@ -385,6 +390,11 @@ IMPORTS = (
     (flash_attn_3_varlen, (FA3,)),
     (transformers_layer, ("transformers",)),
 )
+# So do the kernels of this package.
+KERNELS = (
+    (triton_decode, ("triton",)),
+    (gluon_decode, tuple(accumulate(gluon_decode.GLUON.split("."), "{}.{}".format))),
+)
 Give = Callable[[dict[str, BaseException | None]], None]
 
 
@@ -394,6 +404,7 @@ def give(monkeypatch: pytest.MonkeyPatch) -> Iterator[Give]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     imported = dict(sys.modules)
 
     def forget() -> None:
@@ -409,7 +420,7 @@ def give(monkeypatch: pytest.MonkeyPatch) -> Iterator[Give]:
     sys.modules.update(imported)
 
 
-@pytest.mark.parametrize(("module", "names"), IMPORTS)
+@pytest.mark.parametrize(("module", "names"), IMPORTS + KERNELS)
 @pytest.mark.parametrize(
     "error",
     [
@@ -428,15 +439,15 @@ def test_a_library_that_does_not_load_is_a_reason(
     told = f"does not load: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     for i in range(len(names)):
         give(dict.fromkeys(names[:i]) | {names[i]: error})
-        assert (module.BACKEND.requires("cuda") or "").endswith(told)
+        assert (unwrap(module.BACKEND.requires)("cuda") or "").endswith(told)
 
 
-@pytest.mark.parametrize(("module", "names"), IMPORTS)
+@pytest.mark.parametrize(("module", "names"), IMPORTS + KERNELS)
 def test_a_library_that_is_not_there_is_a_reason(
     module: ModuleType, names: tuple[str, ...], give: Give
 ) -> None:
     give({})
-    assert (module.BACKEND.requires("cuda") or "").endswith(" installed")
+    assert (unwrap(module.BACKEND.requires)("cuda") or "").endswith(" installed")
 
 
 @pytest.mark.parametrize(("module", "names"), IMPORTS)

@@ -21,6 +21,7 @@ from mla_fast import (
     flash_attn_3,
     flash_attn_3_paged,
     flash_attn_3_varlen,
+    flash_attn_4,
     flash_mla,
     flashinfer,
     gluon_decode,
@@ -226,6 +227,23 @@ def test_what_torch_says_of_its_own_kernels() -> None:
         assert (out.shape, lse.shape) == ((5, 3, 192), (3, 5))
 
 
+def test_flash_attn_4(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """lse [h t]; its own answer where there is no key, and none where there is no token."""
+
+    def flash_attn_varlen_func(q, k, v, **options):
+        assert options.pop("return_lse")
+        if not len(q):
+            raise RuntimeError("CUDA error: invalid argument")
+        out, lse = stand_in_varlen(q, k, v, return_attn_probs=True, **options)
+        return out, lse if len(k) else torch.full_like(lse, -torch.inf)
+
+    install(monkeypatch, "flash_attn")
+    install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=flash_attn_varlen_func)
+    for lens in (*VARLEN, {"q_lens": (0, 0, 0), "kv_lens": (0, 0, 0)}):
+        case = replace(EXPANDED, seed=seed, **lens)
+        assert verdicts(flash_attn_4.BACKEND, case) == {}
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize("module", [flash_attn_3_varlen, sdpa_cudnn])
 def test_prepared(module: ModuleType, fmt: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -253,6 +271,7 @@ def test_prepared(module: ModuleType, fmt: str, monkeypatch: pytest.MonkeyPatch,
         (flashinfer, RAGGED),
         (flash_attn_2, EXPANDED),
         (flash_attn_3_varlen, EXPANDED),
+        (flash_attn_4, EXPANDED),
         (sdpa_cudnn, EXPANDED),
     ],
 )
@@ -334,6 +353,9 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
         (flash_attn_2.BACKEND, replace(EXPANDED, config=replace(CONFIG, v_head_dim=200)), "x=192, v=200"),
         (flash_attn_2.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
         (flash_attn_2.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
+        (flash_attn_4.BACKEND, replace(EXPANDED, config=replace(CONFIG, v_head_dim=264)), "x=192, v=264"),
+        (flash_attn_4.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
+        (flash_attn_4.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
         (sdpa_cudnn.BACKEND, replace(EXPANDED, config=replace(CONFIG, v_head_dim=264)), "x=192, v=264"),
         (sdpa_cudnn.BACKEND, replace(EXPANDED, config=replace(CONFIG, qk_nope_head_dim=124)), "x=188, v=128"),
         (sdpa_cudnn.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
@@ -384,6 +406,7 @@ IMPORTS = (
     (flash_mla, ("flash_mla",)),
     (flashinfer, ("flashinfer", "flashinfer.mla")),
     (flash_attn_2, ("flash_attn", FA2)),
+    (flash_attn_4, ("flash_attn", "flash_attn.cute")),
     (flash_attn_3, (FA3,)),
     (flash_attn_3, (flash_attn_3.PAGED,)),
     (flash_attn_3_paged, (FA3,)),

@@ -1,31 +1,53 @@
 """Random values that are the same bits on every machine, and the regimes they are shaped into.
 
-Bits come from the standard library's Mersenne Twister, whose output is part of Python's promise; everything
-after it is a sum, product or comparison in float64, which IEEE 754 fixes. No ``exp``, no ``randn``.
+Bits are those of the standard library's Mersenne Twister, whose output is part of Python's promise;
+everything after it is a sum, product or comparison in float64, which IEEE 754 fixes. No ``exp``, no
+``randn``.
 """
 
 import math
 import random
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
-# Bytes that are drawn at once: whole words of the generator, so that pieces join to one stream, and far from
-# the 2^28 that it refuses.
-PIECE = 2**24
+# Elements that are drawn at once: a core's cache holds what becomes of them. Each takes whole words of the
+# generator, so that pieces join to one stream.
+PIECE = 2**13
+
+# From so many on torch's generator is faster.
+MANY = 2**11
+
+# Of 31 random bits.
+LARGEST = 2**31 - 1
 
 
 def integers(seed: int, name: str, high: int, *shape: int) -> torch.Tensor:
     """int64 uniform on [0, high), one stream for each (seed, name)."""
-    raw = _bits(seed, name, math.prod(shape), torch.int32).to(torch.int64)
-    return (raw & 0x7FFFFFFF).remainder(high).reshape(shape)
+    found = torch.empty(math.prod(shape), dtype=torch.int64)
+    for part, raw in _pieces(seed, name, found, torch.int32):
+        part.copy_(_remainder(raw & LARGEST, high))
+    return found.reshape(shape)
+
+
+def _remainder(number: torch.Tensor, high: int) -> torch.Tensor:
+    """int32 numbers modulo ``high``. Below an integer, an exact quotient of these is so in float64 too."""
+    if high & (high - 1) == 0:
+        return number & (min(high, LARGEST + 1) - 1)
+    exact = number.to(torch.float64)
+    return exact.sub_((exact / high).floor_().mul_(high))
 
 
 def bell(seed: int, name: str, *shape: int) -> torch.Tensor:
     """float64 with mean 0 and variance 1: the sum of four uniforms, within ±3.47."""
-    parts = _bits(seed, name, math.prod(shape) * 4, torch.int16).to(torch.float64).reshape(*shape, 4)
-    return (parts.sum(-1) + 2.0) * (math.sqrt(3.0) / 2.0**16)
+    found, ones = torch.empty(math.prod(shape), dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    for part, raw in _pieces(seed, name, found, torch.int64):
+        torch.mv(raw.view(torch.int16).to(torch.float64).view(-1, 4), ones, out=part)  # exact in any order
+        part.add_(2.0).mul_(math.sqrt(3.0) / 2.0**16)
+    return found.reshape(shape)
 
 
 def signs(seed: int, name: str, *shape: int) -> torch.Tensor:
@@ -40,11 +62,62 @@ def permutation(seed: int, name: str, n: int) -> torch.Tensor:
     return torch.tensor(order, dtype=torch.int64)
 
 
-def _bits(seed: int, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-    stream, raw = random.Random(f"{seed}/{name}"), bytearray(count * dtype.itemsize)
-    for start in range(0, len(raw), PIECE):
-        raw[start : start + PIECE] = stream.randbytes(min(PIECE, len(raw) - start))
-    return torch.frombuffer(raw, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+def _pieces(
+    seed: int, name: str, found: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of a vector, to be filled, and random bits [part] for each.
+
+    dtype: int32, whose sign is not to be looked at, or int64, whose halves may be in either order.
+    """
+    stream = random.Random(f"{seed}/{name}")
+    many = found.numel() >= MANY and _torch_draws_the_same()
+    engine = _torch_stream(stream) if many else None
+    for start in range(0, len(found), PIECE):
+        part = found[start : start + PIECE]
+        if engine is None:
+            yield part, _from_python(stream, len(part), dtype)
+        else:
+            yield part, _from_torch(engine, len(part), dtype)
+
+
+def _from_python(stream: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(stream.randbytes(count * dtype.itemsize)), dtype=dtype)
+
+
+def _from_torch(stream: torch.Generator, count: int, dtype: torch.dtype) -> torch.Tensor:
+    raw = torch.empty(count, dtype=dtype)
+    if dtype == torch.int32:
+        return raw.random_(generator=stream)
+    return raw.random_(-(2**63), None, generator=stream)
+
+
+def _torch_stream(stream: random.Random) -> torch.Generator:
+    """torch's generator on the CPU is a Mersenne Twister, too: one in the state of a new stream of Python's.
+
+    A state is a seed, how many words are left, whether it was seeded, the next word, 624 words as 64 bits,
+    and what is left of normal numbers.
+    """
+    words = stream.getstate()[1][:-1]
+    state = struct.pack("<QiiQ624Q3di4xf?3x", 0, 1, 1, 0, *words, 0.0, 0.0, 0.0, 0, 0.0, False)
+    generator = torch.Generator()
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
+
+
+@cache
+def _torch_draws_the_same() -> bool:
+    """Whether this torch does: Python promises its stream, torch promises neither stream nor state."""
+    try:
+        theirs = _torch_stream(random.Random("stream"))
+        ours = random.Random("stream")
+        pairs = [
+            (_from_python(ours, 700, x), _from_torch(theirs, 700, x)) for x in (torch.int64, torch.int32)
+        ]
+    except (RuntimeError, struct.error):
+        return False
+    (words, same_words), (signed, same_signed) = pairs
+    halves = words.view(torch.int32).view(-1, 2).flip(1).flatten()
+    return torch.equal(halves, same_words.view(torch.int32)) and torch.equal(signed & LARGEST, same_signed)
 
 
 class Raw(NamedTuple):

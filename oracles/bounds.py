@@ -78,6 +78,10 @@ ANGLE_ROUNDINGS = 16
 LEAST_SCALED = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 
 
+# Elements whose temporaries stay in a core's cache.
+PIECE = 2**14
+
+
 class Admissible(NamedTuple):
     """What a right implementation may return: roundings to ``dtype`` of all within ``radius`` of ``mid``.
 
@@ -172,18 +176,33 @@ def nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if dtype == torch.float64:
         return x
+    return in_pieces(partial(_nearest, dtype=dtype), x)
+
+
+def _nearest(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.float32:
+        return x.to(dtype).double()
     step = spacing(x, dtype)
-    rounded = torch.round(x / step) * step
-    return torch.where(
-        rounded.abs() > torch.finfo(dtype).max, torch.copysign(rounded * torch.inf, x), rounded
-    )
+    rounded = (x / step).round_().mul_(step)
+    if dtype in (torch.bfloat16, torch.float16):
+        return rounded.to(dtype).double()  # exact as it stands, and infinite beyond the largest value
+    beyond = rounded.abs() > torch.finfo(dtype).max
+    return torch.where(beyond, torch.copysign(rounded * torch.inf, x), rounded)
 
 
 def spacing(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The distance between neighbours of ``dtype`` in the binade of float64 ``x``, from its exponent bits."""
     info = torch.finfo(dtype)
-    exponent = (x.abs().view(torch.int64) >> 52).clamp(min=math.frexp(info.tiny)[1] + 1022)
-    return ((exponent + (math.frexp(info.eps)[1] - 1)).clamp(min=1) << 52).view(torch.float64)
+    least = math.frexp(info.tiny)[1] + 1022
+    exponent = (x.abs().view(torch.int64) >> 52).clamp_(min=least).add_(math.frexp(info.eps)[1] - 1)
+    return exponent.clamp_(min=1).bitwise_left_shift_(52).view(torch.float64)
+
+
+def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """What a function makes of every element. On the CPU a piece at a time: what it makes fits in a cache."""
+    if x.device.type != "cpu" or x.numel() <= PIECE:
+        return function(x)
+    return torch.cat([function(piece) for piece in torch.split(x.reshape(-1), PIECE)]).reshape(x.shape)
 
 
 def materialised(ball: Ball, name: str, query: torch.dtype) -> Ball:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from oracles.bounds import Admissible, spacing
+from oracles.bounds import PIECE, Admissible, spacing
 from oracles.locate import WORDS, locate
 from oracles.verdict import Finding, Worst
 
@@ -29,18 +29,46 @@ def within(name: str, got: torch.Tensor, want: Admissible, where: Where = "", in
     if not got.numel():
         return Finding(ok=True)
     got, want = got.detach(), want._replace(mid=want.mid.detach(), radius=want.radius.detach())
+    return _finding(name, got, _compared(got, want), want.mid, where, inputs)
+
+
+class _Compared(NamedTuple):
+    """Of each element: whether it is what it may be, its error over its bound, and this bound."""
+
+    inside: torch.Tensor
+    ratio: torch.Tensor
+    bound: torch.Tensor
+
+
+def _compared(got: torch.Tensor, want: Admissible) -> _Compared:
+    """Piece by piece on the CPU: of a large whole, some forty temporaries would go through no cache."""
+    if got.device.type != "cpu" or got.numel() <= PIECE:
+        return _compared_at_once(got, want)
+    flat = [x.reshape(-1) for x in (got, want.mid, want.radius)]
+    pieces = [
+        _compared_at_once(piece, want._replace(mid=mid, radius=radius))
+        for piece, mid, radius in zip(*(torch.split(x, PIECE) for x in flat), strict=True)
+    ]
+    return _Compared(*(torch.cat(parts).reshape(got.shape) for parts in zip(*pieces, strict=True)))
+
+
+def _compared_at_once(got: torch.Tensor, want: Admissible) -> _Compared:
     value, (low, high) = got.double(), want.interval()
-    inside = (
-        (low <= value) & (value <= high) & (value.isfinite() | (want.radius < torch.finfo(want.dtype).max))
-    )
-    inside |= value.isnan() & want.mid.isnan()
-    error = torch.where(value == want.mid, 0.0, (value - want.mid).abs())
-    half = 0.5 * spacing(want.mid.abs() + want.radius, want.dtype)
-    bound = want.radius + half.where(half.isfinite(), 0.0)
-    ratio = torch.where(error == 0.0, 0.0, error / bound).nan_to_num(nan=math.inf)
-    ratio = torch.where(inside, ratio.clamp(max=1.0), ratio.clamp(min=math.nextafter(1.0, 2.0)))
-    ratio = torch.where(value.isnan() & want.mid.isnan(), 0.0, ratio)
-    return _finding(name, got, inside, ratio, want.mid, bound, where, inputs)
+    inside = (low <= value) & (value <= high)
+    error = (value - want.mid).abs_()
+    half = spacing(want.mid.abs() + want.radius, want.dtype).mul_(0.5)
+    neither = None
+    if not math.isfinite(float(error.sum() + half.sum() + value.abs().sum() + want.radius.sum())):
+        neither = value.isnan() & want.mid.isnan()
+        inside = inside & (value.isfinite() | (want.radius < torch.finfo(want.dtype).max)) | neither
+        error = error.masked_fill_((value == want.mid) | neither, 0.0)
+        half = half.masked_fill_(~half.isfinite(), 0.0)
+    bound = half.add_(want.radius)
+    ratio = (error / bound).nan_to_num_(nan=math.inf)
+    if neither is not None:
+        ratio = ratio.masked_fill_(error == 0.0, 0.0)
+    outside = ratio.clamp(min=math.nextafter(1.0, 2.0))
+    return _Compared(inside, torch.where(inside, ratio.clamp_(max=1.0), outside), bound)
 
 
 def identical(
@@ -52,13 +80,16 @@ def identical(
     if not got.numel():
         return Finding(ok=True)
     got, want = got.detach(), want.detach()
+    if torch.equal(_bits(got), _bits(want)):
+        return Finding(ok=True, num_checked=got.numel())
     same = _bits(got) == _bits(want)
     if got.is_floating_point():
         same |= got.isnan() & want.isnan()
     if bool(same.all()):
         return Finding(ok=True, num_checked=got.numel())
     ratio = torch.where(same, 0.0, torch.inf).double()
-    return _finding(name, got, same, ratio, want.double(), torch.zeros_like(ratio), where, inputs)
+    found = _Compared(same, ratio, torch.zeros_like(ratio))
+    return _finding(name, got, found, want.double(), where, inputs)
 
 
 def worst_of(findings: list[Finding]) -> Finding:
@@ -96,13 +127,12 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 def _finding(
     name: str,
     got: torch.Tensor,
-    inside: torch.Tensor,
-    ratio: torch.Tensor,
+    found: _Compared,
     want: torch.Tensor,
-    bound: torch.Tensor,
     where: Where,
     inputs: Any,
 ) -> Finding:
+    inside, ratio, bound = found
     num_bad = got.numel() - int(inside.sum())
     flat = int(ratio.argmax())
     index = _unraveled(flat, got.shape)

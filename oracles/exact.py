@@ -73,13 +73,25 @@ Prepare = Callable[[Any, slice, slice, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def entries(kv_cache: torch.Tensor, blocks: list[int], start: int, stop: int) -> torch.Tensor:
-    """Cache entries [stop-start …] of tokens start … stop-1, block by block."""
+    """Cache entries [stop-start …] of tokens start … stop-1, block by block; reads no other slot."""
     size = kv_cache.shape[1]
-    parts = [kv_cache[:0, 0]]
+    first, last = -(-start // size), stop // size
+    if first >= last:
+        return torch.cat([kv_cache[:0, 0], *_within_blocks(kv_cache, blocks, start, stop)])
+    whole = kv_cache[torch.tensor(blocks[first:last], device=kv_cache.device)]
+    ends = (start, first * size), (last * size, stop)
+    before, after = (_within_blocks(kv_cache, blocks, *end) for end in ends)
+    return torch.cat([*before, whole.flatten(0, 1), *after])
+
+
+def _within_blocks(
+    kv_cache: torch.Tensor, blocks: list[int], start: int, stop: int
+) -> Iterator[torch.Tensor]:
+    """The entries of each block that has some of them."""
+    size = kv_cache.shape[1]
     for i in range(start // size, -(-stop // size)):
         low, high = max(start - i * size, 0), min(stop - i * size, size)
-        parts.append(kv_cache[blocks[i], low:high])
-    return torch.cat(parts)
+        yield kv_cache[blocks[i], low:high]
 
 
 def channels(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

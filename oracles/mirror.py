@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oracles.oracle import storage_bytes
+from oracles.oracle import seen_as, storage_bytes
 
 
 class _Twins(NamedTuple):
@@ -48,7 +48,7 @@ class Mirror:
             there = torch.empty_like(here, device=self.device) if old is None else old.there
             twins = _Twins(here, there.copy_(here))
             self._given.append(twins)
-        return _seen_as(tensor, twins.there)
+        return seen_as(tensor, twins.there)
 
     def why_not_there(self, output: Any, inputs: Any) -> str | None:
         """Which field of an output is not on the device, where some input was, or None."""
@@ -78,7 +78,7 @@ class Mirror:
                 here = torch.empty_like(there, device=self.here)
                 twins = _Twins(here.copy_(there), there)
             self._returned.append(twins)
-        return _seen_as(tensor, twins.here).requires_grad_(tensor.requires_grad)
+        return seen_as(tensor, twins.here).requires_grad_(tensor.requires_grad)
 
 
 def _each(values: Any, do: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Any]:
@@ -97,9 +97,3 @@ def _with(memory: torch.Tensor, among: list[_Twins], side: int) -> _Twins | None
     if not memory.numel():
         return None
     return next((twins for twins in among if twins[side].data_ptr() == memory.data_ptr()), None)
-
-
-def _seen_as(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """The same view of other memory."""
-    empty = torch.empty(0, dtype=tensor.dtype, device=memory.device)
-    return empty.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -78,22 +78,29 @@ def private_copy(inputs: Any) -> Any:
     Tensors that share memory share their copy.
     """
     storages: dict[int, torch.Tensor] = {}
+    return type(inputs)(*(_copied(value, storages) for value in inputs))
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _clone(value, storages)
-        if isinstance(value, Mapping):
-            return {name: copied(x) for name, x in value.items()}
-        return value
 
-    return type(inputs)(*map(copied, inputs))
+def _copied(value: Any, storages: dict[int, torch.Tensor]) -> Any:
+    """A field of inputs; storages: those copied so far, by their address."""
+    if isinstance(value, torch.Tensor):
+        return _clone(value, storages)
+    if isinstance(value, Mapping):
+        return {name: _copied(x, storages) for name, x in value.items()}
+    return value
 
 
 def _clone(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
     whole = storage_bytes(tensor)
-    storage = storages.setdefault(whole.data_ptr(), whole.clone()).untyped_storage()
-    empty = torch.tensor([], dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if whole.data_ptr() not in storages:
+        storages[whole.data_ptr()] = whole.clone()
+    return seen_as(tensor, storages[whole.data_ptr()])
+
+
+def seen_as(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """The same view of other memory."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def named_tensors(inputs: Any) -> dict[str, torch.Tensor]:
@@ -106,4 +113,4 @@ def named_tensors(inputs: Any) -> dict[str, torch.Tensor]:
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole memory that a tensor is a view of, as bytes."""
-    return torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -6,6 +6,7 @@ next function is judged in a fresh process.
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -293,6 +294,7 @@ def ready(argument: Mapping[str, Any], say: Say) -> None:
         kernel_keys.settle()
     rules()
     problems()
+    gc.freeze()  # what is loaded by now stays: whoever looks for cycles need not look at it
 
 
 class Described(NamedTuple):

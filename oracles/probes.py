@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_ref.case import Case
+from mla_ref.formats import cache_format
 from mla_ref.layout import allocate
 from mla_ref.numerics import EXACT, Numerics
 from mla_ref.pages import block_table, scatter, slots
 from mla_ref.problem import problem
 from mla_ref.problems.paged_attention import pages
-from mla_ref.values import integers
+from mla_ref.values import integers, signs
 from oracles.asked import declined
 from oracles.bounds import ADMISSIBLE, Admissible, spacing, type_named
 from oracles.compare import identical, told, within, worst_of
@@ -283,7 +284,9 @@ def encoded(inputs: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> dict[str, to
 
 
 def exactly_scaled(case: Case) -> Case:
-    """The case under scales that are powers of two."""
+    """The case under scales that are powers of two; itself where its format has none."""
+    if not cache_format(case.cache_format).per_tensor_scale:
+        return case
     return replace(case, kv_scale=KV_SCALE, v_scale=V_SCALE)
 
 
@@ -296,14 +299,15 @@ def payload(case: Case, count: int, width: int, device: str, powers: range = ran
     powers: those of two to choose from; beyond the usual ones not every format and type has them.
     """
     seed, tiles = case.seed, -(-width // 128)
-    small = integers(seed, "payload", 15, count, tiles, 128) + 1
-    sign = integers(seed, "sign", 2, count, tiles, 128) * 2 - 1
+    lanes = slice(min(width, 128))
+    codes = integers(seed, "payload", 15, count, tiles, 128)[..., lanes].to(torch.float64).add_(1.0)
     at = integers(seed, "largest", min(width, 128), count, tiles, 1)
-    codes = small.scatter(2, at, 448) * sign
+    codes.scatter_(2, at, 448.0)
+    codes *= signs(seed, "sign", count, tiles, 128)[..., lanes]
     power = integers(seed, "power", len(powers), count, tiles, 1).double() + powers.start
     if problem(case.problem).name == "paged_attention" or "fp8_e4m3" in case.cache_format:
         power = torch.full_like(power, -6.0)
-    return (codes * torch.exp2(power)).flatten(1)[:, :width].to(device)
+    return codes.mul_(torch.exp2(power)).flatten(1)[:, :width].to(device)
 
 
 def selecting(inputs: Any) -> Any:

@@ -5,8 +5,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -183,62 +182,90 @@ def _trial(
     """What oracles look at ``here`` of an implementation that runs on ``device``."""
     mirror = Mirror(here, device) if here != device else None
     inputs = materialized(case, here)  # implementations see copies, so all of them may share these
-    runs: list[tuple[Any, Any]] = []
-    disturbed: list[str] = []
-
-    @cache
-    def expected() -> Mapping[str, Admissible]:
-        if contract.name not in ADMISSIBLE:
-            return {}
-        if not contract.writes:
-            return admitted(materialized, case, here, backend.numerics)
-        written = {name: getattr(left(), name) for name in contract.writes}
-        return ADMISSIBLE[contract.name](inputs._replace(**written), backend.numerics)
-
-    def call(given: Any) -> Any:
-        there = given if mirror is None else mirror.sent(given)
-        if not contract.writes:
-            _foul(expected(), device)
-        try:
-            with kept(disturbed):
-                output = fn(*there)
-            if torch.device(device).type == "cuda":
-                torch.cuda.synchronize(device)
-        except (Exception, SystemExit) as error:
-            raise Raised(_raised(error, contract)) from error
-        output = _as_output(contract, output)
-        if mirror is None:
-            return output
-        if reason := mirror.why_not_there(output, given):
-            raise _Malformed(reason)
-        return mirror.back(output)
-
-    def run(given: Any) -> Any:
-        if given is inputs and runs:
-            return runs[0][0]
-        private = private_copy(given)
-        output = _own(contract, call(private))
-        if given is inputs:
-            runs.append((output, private))
-        return output
-
-    def left() -> Any:
-        run(inputs)
-        return runs[0][1]
-
+    judged = _Judged(backend, fn, contract, case, device, here, inputs, mirror)
     return Trial(
-        run=run,
-        call=call,
+        run=judged.run,
+        call=judged.call,
         inputs=inputs,
         case=case,
         backend=backend,
         problem=contract,
-        left=left,
-        expected=expected,
+        left=judged.left,
+        expected=judged.expected,
         device=here,
         runs_on=device,
-        disturbed=disturbed,
+        disturbed=judged.disturbed,
     )
+
+
+@dataclass
+class _Judged:
+    """An implementation on its case, and what is known of it; no cycle, so that memory goes with the trial.
+
+    first: what it returned for ``inputs`` themselves, and these as it left them.
+    """
+
+    backend: Backend
+    fn: Callable[..., Any]
+    contract: Problem
+    case: Case
+    device: str
+    here: str
+    inputs: Any
+    mirror: Mirror | None
+    disturbed: list[str] = field(default_factory=list)
+    first: tuple[Any, Any] | None = None
+    admissible: Mapping[str, Admissible] | None = None
+
+    def expected(self) -> Mapping[str, Admissible]:
+        """As in ``Trial``."""
+        if self.admissible is None:
+            self.admissible = self._expected()
+        return self.admissible
+
+    def _expected(self) -> Mapping[str, Admissible]:
+        name, numerics = self.contract.name, self.backend.numerics
+        if name not in ADMISSIBLE:
+            return {}
+        if not self.contract.writes:
+            return admitted(materialized, self.case, self.here, numerics)
+        written = {part: getattr(self.left(), part) for part in self.contract.writes}
+        return ADMISSIBLE[name](self.inputs._replace(**written), numerics)
+
+    def call(self, given: Any) -> Any:
+        """As in ``Trial``."""
+        there = given if self.mirror is None else self.mirror.sent(given)
+        if not self.contract.writes:
+            _foul(self.expected(), self.device)
+        try:
+            with kept(self.disturbed):
+                output = self.fn(*there)
+            if torch.device(self.device).type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except (Exception, SystemExit) as error:
+            raise Raised(_raised(error, self.contract)) from error
+        output = _as_output(self.contract, output)
+        if self.mirror is None:
+            return output
+        if reason := self.mirror.why_not_there(output, given):
+            raise _Malformed(reason)
+        return self.mirror.back(output)
+
+    def run(self, given: Any) -> Any:
+        """As in ``Trial``."""
+        if given is self.inputs and self.first is not None:
+            return self.first[0]
+        private = private_copy(given)
+        output = _own(self.contract, self.call(private))
+        if given is self.inputs:
+            self.first = output, private
+        return output
+
+    def left(self) -> Any:
+        """As in ``Trial``."""
+        self.run(self.inputs)
+        assert self.first is not None
+        return self.first[1]
 
 
 def _foul(outputs: Mapping[str, Admissible], device: str) -> None:

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from oracles.bounds import Admissible
+from oracles import bounds, compare
+from oracles.bounds import Admissible, nearest
 from oracles.compare import identical, place, why_not_comparable, within, worst_of
 from oracles.verdict import Finding
 
@@ -79,8 +80,8 @@ def test_what_differs_before_any_value_is_said_in_one_line():
     assert why_not_comparable("out", want.T, want, torch.float32) == "out: shape is [3, 2], must be [2, 3]"
     elsewhere = torch.zeros(2, 3, device="meta")
     assert why_not_comparable("out", elsewhere, want, torch.float32) == "out: is on meta, must be on cpu"
-    for compare in (identical("out", want.T, want), within("out", want.T, admissible([[0.0] * 3] * 2, 0.0))):
-        assert compare == Finding(ok=False, detail="out: shape is [3, 2], must be [2, 3]")
+    for finding in (identical("out", want.T, want), within("out", want.T, admissible([[0.0] * 3] * 2, 0.0))):
+        assert finding == Finding(ok=False, detail="out: shape is [3, 2], must be [2, 3]")
 
 
 def test_no_elements_are_all_right():
@@ -168,3 +169,42 @@ def test_a_tensor_in_a_graph_is_compared_by_its_values():
     assert [(finding.ok, finding.worst.index, finding.worst.got) for finding in findings] == [
         (False, (1,), 3.0)
     ] * 2
+
+
+def ordinary(seed):
+    draws = torch.Generator().manual_seed(seed)
+    mid, radius = (torch.randn(6, 35, dtype=torch.float64, generator=draws) for _ in range(2))
+    radius = radius.abs() * 0.01
+    return mid, radius, (mid + 0.5 * radius).bfloat16()
+
+
+@pytest.mark.parametrize("bad", [None, (0, 0), (5, 34)], ids=str)
+@pytest.mark.parametrize("odd", [None, NAN, INF], ids=str)
+def test_pieces_are_judged_as_the_whole_is(monkeypatch, bad, odd):
+    mid, radius, got = ordinary(3)
+    if odd is not None:
+        mid[2, 7] = odd
+        got[2, 7] = odd
+    if bad:
+        got[bad] = 7.0
+    want = Admissible(mid, radius, torch.bfloat16)
+    monkeypatch.setattr(compare, "PIECE", 1000)
+    whole = within("out", got, want, "t v")
+    monkeypatch.setattr(compare, "PIECE", 16)
+    pieces = within("out", got, want, "t v")
+    assert (pieces.ok, pieces.detail, pieces.worst, pieces.num_bad, pieces.num_checked) == (
+        *(whole.ok, whole.detail, whole.worst, whole.num_bad),
+        210,
+    )
+    assert whole.ok == (bad is None)
+    if bad:
+        assert whole.worst.index == bad
+        assert pieces.pattern() == whole.pattern()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_pieces_are_rounded_as_the_whole_is(monkeypatch, dtype):
+    x = ordinary(4)[0].T * 2.0**-10
+    whole = nearest(x, dtype)
+    monkeypatch.setattr(bounds, "PIECE", 16)
+    assert torch.equal(nearest(x, dtype), whole)

@@ -118,3 +118,29 @@ def test_bits_that_are_drawn_in_pieces_are_one_stream(monkeypatch):
     monkeypatch.setattr(values, "PIECE", 16)
     assert torch.equal(values.bell(3, "x", 70), whole[0])
     assert torch.equal(values.integers(3, "y", 1000, 9), whole[1])
+
+
+@pytest.mark.parametrize("size", [values.MANY - 1, values.MANY, values.PIECE, 2 * values.PIECE + 1])
+def test_torchs_twister_draws_the_bits_of_pythons(monkeypatch, size):
+    drawn = values.bell(5, "x", size), values.integers(5, "y", 15, size), values.integers(5, "z", 8, size)
+    assert values._torch_draws_the_same()
+    monkeypatch.setattr(values, "_torch_draws_the_same", lambda: False)
+    alone = values.bell(5, "x", size), values.integers(5, "y", 15, size), values.integers(5, "z", 8, size)
+    assert all(map(torch.equal, drawn, alone))
+
+
+def test_a_torch_of_another_stream_is_not_used(monkeypatch):
+    """Be it the words, the layout of a state, or that there is none."""
+
+    def refused(stream):
+        raise RuntimeError("RNG state is wrong size")
+
+    for other in (lambda stream: torch.Generator().manual_seed(1), refused):
+        monkeypatch.setattr(values, "_torch_stream", other)
+        assert not values._torch_draws_the_same.__wrapped__()
+
+
+@pytest.mark.parametrize("high", [1, 2, 3, 15, 1000, 2**16, 2**31 - 1, 2**31, 2**31 + 11, 2**40])
+def test_remainders_are_those_of_integers(high):
+    number = torch.cat([torch.arange(100), torch.arange(2**31 - 100, 2**31)]).to(torch.int32)
+    assert values._remainder(number, high).tolist() == [x % high for x in number.tolist()]

@@ -223,3 +223,13 @@ def test_e4m3_pages_are_code_times_scale():
     assert torch.equal(value.nan_to_num(nan=7.0), (codes.double() * scale.double()).nan_to_num(nan=7.0))
     narrow = exact.channels(codes, scale, torch.bfloat16)
     assert torch.equal(narrow.nan_to_num(7.0), value.float().bfloat16().double().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_entries_are_those_of_their_slots(size):
+    cache, blocks = torch.arange(5 * size * 2).reshape(5, size, 2), [3, 0, 4, 1]
+    slots = [cache[block, offset] for block in blocks for offset in range(size)]
+    for start in range(4 * size + 1):
+        for stop in range(start, 4 * size + 1):
+            want = torch.stack([*slots, slots[0]])[start:stop]
+            assert torch.equal(exact.entries(cache, [*blocks, 2**31], start, stop), want)

@@ -22,9 +22,11 @@ from oracles.bounds import Admissible, merge_of
 from oracles.coverage import draw
 from oracles.matrix import OF_ONE_RUN
 from oracles.mutants import LATENT, MERGE, mutants
-from oracles.oracle import rules
+from oracles.oracle import named_tensors, rules, storage_bytes
 from oracles.probes import (
     ATTENTION,
+    KV_SCALE,
+    V_SCALE,
     alone,
     batch,
     cached_anew,
@@ -89,6 +91,21 @@ def test_every_format_and_type_holds_a_payload_exactly(fmt, dtype, seed):
     values = payload(case, sum(case.kv_lens), value_channels(inputs), CPU)
     key = torch.ones(len(values), case.config.qk_rope_head_dim, dtype=torch.float64)
     assert torch.equal(decoded(planted(inputs, key, values)[0], dtype)[0].double(), values)
+
+
+@pytest.mark.parametrize("contract", ATTENTION)
+@pytest.mark.parametrize("fmt", formats())
+def test_a_format_without_a_scale_has_the_inputs_of_any(contract, fmt):
+    case = replace(
+        LATENT, problem=contract, config=replace(LATENT.config, kv_lora_rank=128), cache_format=fmt
+    )
+    if problem(contract).why_not(case) is not None:
+        pytest.skip("no such pages")
+    scaled = replace(case, kv_scale=KV_SCALE, v_scale=V_SCALE)
+    assert exactly_scaled(case) == (scaled if "fp8_e4m3" in fmt else case)
+    there, here = (named_tensors(materialized(x, CPU)) for x in (scaled, exactly_scaled(case)))
+    for name, x in there.items():
+        assert torch.equal(storage_bytes(x), storage_bytes(here[name])), name
 
 
 def test_a_payload_tells_tiles_and_tokens_apart(seed):

@@ -1,6 +1,8 @@
 """What the judge says when nothing ran, when something broke, and what it shares between variants."""
 
+import gc
 import sys
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -311,3 +313,32 @@ def test_every_rule_says_what_it_claims():
         assert [
             label for label in ("Claim:", "Why:", "Exact or bounded:", "Kills:") if label not in text
         ] == []
+
+
+@pytest.mark.parametrize("judge_on", [None, "cpu"])
+def test_a_case_that_is_judged_leaves_no_memory_to_the_collector(judge_on):
+    """Cycles of objects would keep gigabytes of tensors: the collector counts objects, not their bytes."""
+    given, device = [], "cpu" if judge_on is None else "cpu:0"
+
+    def noted(*args):
+        given.extend(weakref.ref(x) for x in args if isinstance(x, torch.Tensor))
+        return right(*args)
+
+    names = ["value", "inputs_unchanged", "poison", "reused_memory"]
+    gc.collect()
+    gc.disable()
+    try:
+        found = judge(backend(noted), CASE, device=device, oracles=names, judge_on=judge_on)
+        assert {verdict.status for verdict in found} == {PASS}
+        assert given
+        assert all(tensor() is None for tensor in given)
+    finally:
+        gc.enable()
+
+
+def test_tensors_that_share_memory_share_its_copy():
+    inputs = problem("latent_attention").materialize(CASE, torch.device("cpu"))
+    inputs = inputs._replace(q_pe=inputs.ql_nope[..., :2])
+    other = private_copy(inputs)
+    assert storage_bytes(other.q_pe).data_ptr() == storage_bytes(other.ql_nope).data_ptr()
+    assert storage_bytes(other.q_pe).data_ptr() != storage_bytes(inputs.q_pe).data_ptr()

@@ -108,14 +108,27 @@ def shows(
     """
     if not runnable(trial, case):
         return nothing("the backend does not take the probe")
-    numerics = trial.backend.numerics
-    if exact_dots:
-        numerics = replace(numerics, dot_roundings=0.0)
     inputs = made(plant, case, trial.device).inputs
-    output, known = trial.run(inputs), _known(plant, case, trial.device, numerics)
+    output, known = trial.run(inputs), _known(plant, case, trial.device, _of_probe(trial, exact_dots))
     shapes = trial.problem.output_shapes
     found = [within(name, getattr(output, name), want, shapes[name], inputs) for name, want in known.items()]
     return told(what, worst_of(found))
+
+
+def missed(
+    trial: Trial, plant: Callable[[Case, str], Probe], case: Case, *, exact_dots: bool = False
+) -> torch.Tensor:
+    """[t h] where ``out`` is not what ``shows`` asks for: of a probe that the backend takes."""
+    want = _known(plant, case, trial.device, _of_probe(trial, exact_dots))["out"]
+    got = trial.run(made(plant, case, trial.device).inputs).out.detach().double()
+    low, high = want.interval()
+    found: torch.Tensor = ((got >= low) & (got <= high)).all(-1)
+    return ~found
+
+
+def _of_probe(trial: Trial, exact_dots: bool) -> Numerics:
+    numerics = trial.backend.numerics
+    return replace(numerics, dot_roundings=0.0) if exact_dots else numerics
 
 
 def runnable(trial: Trial, case: Case) -> bool:

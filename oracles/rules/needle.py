@@ -6,6 +6,7 @@ Why: the other weights underflow to 0, so any key that is lost, moved, read twic
     another value. The keys stand at the edges of blocks, tiles, halves and quarters; every head looks for
     another one, and scores are in the hundreds, where an exponential without a maximum overflows.
     Nothing but values are added, so in every second case they go from 2⁻²⁰ to 2²³ where all types have those.
+    What is not found names its request, page and slot.
 Exact or bounded: values as for a single key. A key's code is its number in signs, repeated over the channels
     that carry no value; keys that nobody looks for have none. So a score is a count of signs times a power of
     two, which no accumulator rounds up to 256, and lse is within the roundings of the scale and of its base.
@@ -14,6 +15,7 @@ Kills: pages, masks, splits and merges that lose or confuse a key, rescaling tha
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ import torch
 from mla_ref.case import Case
 from mla_ref.values import permutation
 from oracles.bounds import type_named
+from oracles.lost_keys import lost_keys
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
@@ -31,6 +34,7 @@ from oracles.probes import (
     first_keys,
     lengths,
     materialized,
+    missed,
     nothing,
     payload,
     planted,
@@ -66,7 +70,14 @@ def check(trial: Trial) -> Finding:
             return nothing(f"{accumulate} ends before the products of this probe")
     far = case.seed % 2 == 1 and case.cache_format not in OF_ONE_RANGE and wide(trial)
     probe, what = plant_far if far else plant, "with queries that are close to one key each"
-    return shows(trial, probe, exactly_scaled(case), what, exact_dots=exact_dots)
+    scaled = exactly_scaled(case)
+    finding = shows(trial, probe, scaled, what, exact_dots=exact_dots)
+    if finding.ok or finding.worst is None:
+        return finding
+    picked = sought(scaled, trial.device)[1]
+    bad = missed(trial, probe, scaled, exact_dots=exact_dots)
+    lost = lost_keys(picked, bad.cpu(), case.kv_lens, case.block_size)
+    return replace(finding, detail=f"{finding.detail}; {lost}") if lost else finding
 
 
 def plant(case: Case, device: str) -> Probe:
@@ -81,10 +92,30 @@ def plant_far(case: Case, device: str) -> Probe:
 
 def _planted(case: Case, device: str, powers: range) -> Probe:
     inputs = materialized(case, device)
+    width, starts = code_width(inputs), first_keys(inputs)
+    (key, query), picked = sought(case, device)
+    factor = _factor(case, inputs)
+    inputs, values = planted(
+        asked(inputs, query.to(device)),
+        key.to(device),
+        payload(case, starts[-1], value_channels(inputs), device, powers),
+    )
+    found = (picked >= 0).to(device)
+    if not starts[-1]:
+        none = values.new_zeros(*picked.shape, values.shape[-1])
+        return Probe(inputs, {"out": none, "lse": none.new_full(picked.shape, -torch.inf)})
+    head = torch.arange(case.config.num_heads, device=device)
+    out = values[picked.clamp(min=0).to(device), head].masked_fill(~found[..., None], 0.0)
+    lse = torch.full_like(found, inputs.softmax_scale * factor * width, dtype=torch.float64)
+    return Probe(inputs, {"out": out, "lse": lse.masked_fill(~found, -torch.inf)})
+
+
+def sought(case: Case, device: str) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """((keys [n w], queries [t h w]), the number of the key that each row and head looks for; -1: none)."""
+    inputs = materialized(case, device)
     width, num_heads, starts = code_width(inputs), case.config.num_heads, first_keys(inputs)
     bits = _bits(width)
-    codes = _codes(bits, width)
-    factor = _factor(case, inputs)
+    codes, factor = _codes(bits, width), _factor(case, inputs)
     key = torch.zeros(starts[-1], width, dtype=torch.float64)
     query = torch.zeros(sum(case.q_lens), num_heads, width, dtype=torch.float64)
     picked = torch.full((sum(case.q_lens), num_heads), -1)
@@ -99,19 +130,7 @@ def _planted(case: Case, device: str, powers: range) -> Probe:
                 query[row] = factor * codes[number]
                 picked[row] = starts[i] + torch.tensor(tokens)[number]
             row += 1
-    inputs, values = planted(
-        asked(inputs, query.to(device)),
-        key.to(device),
-        payload(case, starts[-1], value_channels(inputs), device, powers),
-    )
-    found = (picked >= 0).to(device)
-    if not starts[-1]:
-        none = values.new_zeros(*picked.shape, values.shape[-1])
-        return Probe(inputs, {"out": none, "lse": none.new_full(picked.shape, -torch.inf)})
-    head = torch.arange(num_heads, device=device)
-    out = values[picked.clamp(min=0).to(device), head].masked_fill(~found[..., None], 0.0)
-    lse = torch.full_like(found, inputs.softmax_scale * factor * width, dtype=torch.float64)
-    return Probe(inputs, {"out": out, "lse": lse.masked_fill(~found, -torch.inf)})
+    return (key, query), picked
 
 
 def _bits(width: int) -> int:

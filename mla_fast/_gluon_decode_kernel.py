@@ -11,9 +11,10 @@ key and value:
     producer  copies queries and blocks from global memory (TMA)
     left      scores of K0, and out[:, :256]
     right     scores of K1, and out[:, 256:]
-The two consumers hand each other the running maximum (through shared memory, K0 before K1) and their
-weights, so that each multiplies both weights into its own half of the values. One softmax runs under the
-other's products.
+The two consumers hand each other their weights, and the maximum that these are relative to, through shared
+memory: K0's go to the right half, which multiplies them under its own softmax; K1's go to the left one, which
+multiplies them under the next pair's scores. So each multiplies both weights into its own half of the values,
+and the left one never waits for a softmax of the right one, only for its weights.
 
 Types: scores, weights, sums and accumulators float32; weights are rounded to the query's type for the
 product with the values, and summed unrounded. Exponentials are base 2, of scores times ``scale_log2``.
@@ -230,7 +231,7 @@ def _left(
 ):  # fmt: skip
     """Scores of K0; out[:, :256]."""
     (
-        bar_q, bar_l, bar_l_free, bar_r, _bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum,
+        bar_q, bar_l, bar_l_free, bar_r, _bar_r_free, bar_stored, bar_p0, bar_p1, bar_sum,
     ) = bars  # fmt: skip
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -254,6 +255,11 @@ def _left(
             # garbage that the next one overwrites: wgmma under a branch would make ptxas serialise all of
             # them.
             mbarrier.wait(bar_p1, phase ^ 1, pred=i > first)
+            b_m1 = gl.where(i > first, s_m1.load(L_ROW), b_m)
+            b_beta = gl.exp2(b_m - b_m1)
+            b_m = b_m1
+            b_l = b_l * b_beta
+            b_o = _rescaled(b_o, b_beta)
             b_o = warpgroup_mma(s_pe.index(1), s_left.index(1), b_o, is_async=True)
             b_s = gl.zeros([BLOCK, BLOCK], gl.float32, L_S)
             mbarrier.wait(bar_l.index(0), phase)
@@ -271,27 +277,34 @@ def _left(
                 _zero_dead_rows(s_left.index(0), _kv_len(items, i_item) - o_key)
             b_top = gl.max(b_s, 1) * scale_log2
             b_m0 = gl.where(b_top > b_m + SLACK, b_top, b_m)
-            s_m0.store(b_m0)
-            mbarrier.arrive(bar_m0)
-            b_alpha = gl.exp2(b_m - b_m0)
             b_p = gl.exp2(b_s * scale_log2 - b_m0[:, None])
-            b_o = _rescaled(b_o, b_alpha)
-            b_p_own = gl.convert_layout(b_p.to(DTYPE), gl.DotOperandLayout(0, L_O, 2))
-            b_o = warpgroup_mma(b_p_own, s_left.index(0), b_o, use_acc=i > first, is_async=True)
-            b_l = b_l * b_alpha + gl.sum(b_p, 1)
-            # K1's maximum may be newer: what the right half gets must be in its frame.
-            mbarrier.wait(bar_m1, phase)
-            b_m = s_m1.load(L_ROW)
-            b_beta = gl.exp2(b_m0 - b_m)
-            s_p0.store((b_p * b_beta[:, None]).to(DTYPE))
+            b_p_own = b_p.to(DTYPE)
+            # The right half has staged its last item's results in these rows.
+            mbarrier.wait(bar_stored, parity ^ 1, pred=i == first)
+            s_m0.store(b_m0)
+            s_p0.store(b_p_own)
             fence_async_shared()
             mbarrier.arrive(bar_p0)
-            b_l = b_l * b_beta
+            b_alpha = gl.exp2(b_m - b_m0)
+            b_m = b_m0
+            b_o = _rescaled(b_o, b_alpha)
+            b_o = warpgroup_mma(
+                gl.convert_layout(b_p_own, gl.DotOperandLayout(0, L_O, 2)),
+                s_left.index(0),
+                b_o,
+                use_acc=i > first,
+                is_async=True,
+            )
+            b_l = b_l * b_alpha + gl.sum(b_p, 1)
             b_o = warpgroup_mma_wait(0, deps=(b_o,))
             mbarrier.arrive(bar_l_free.index(0))
-            b_o = _rescaled(b_o, b_beta)
             i_pair += 1
         mbarrier.wait(bar_p1, (i_pair & 1) ^ 1)
+        b_m1 = s_m1.load(L_ROW)
+        b_beta = gl.exp2(b_m - b_m1)
+        b_m = b_m1
+        b_l = b_l * b_beta
+        b_o = _rescaled(b_o, b_beta)
         _zero_dead_rows(s_left.index(1), _kv_len(items, i_item) - (last * PAIR - BLOCK))
         b_o = warpgroup_mma(s_pe.index(1), s_left.index(1), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
@@ -318,7 +331,7 @@ def _right(
     descriptor arithmetic with the other branch, which it would hold in spilled registers.
     """
     (
-        bar_q, bar_l, _bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum,
+        bar_q, bar_l, _bar_l_free, bar_r, bar_r_free, bar_stored, bar_p0, bar_p1, bar_sum,
     ) = bars  # fmt: skip
     L_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     L_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -351,34 +364,32 @@ def _right(
             if o_key + BLOCK > visible:
                 b_s = _masked(b_s, o_key, items, i_item, i_lane, H)
                 _zero_dead_rows(s_right.index(i_one), _kv_len(items, i_item) - o_key)
-            b_top = gl.max(b_s, 1) * scale_log2
-            mbarrier.wait(bar_m0, phase)
+            mbarrier.wait(bar_p0, phase)
             if o_key > visible:
                 _zero_dead_rows(s_right.index(i_zero), _kv_len(items, i_item) - o_key + BLOCK)
             b_m0 = s_m0.load(L_ROW)
-            b_m1 = gl.where(b_top > b_m0 + SLACK, b_top, b_m0)
-            s_m1.store(b_m1)
-            mbarrier.arrive(bar_m1)
-            b_alpha = gl.exp2(b_m - b_m1)
-            b_p = gl.exp2(b_s * scale_log2 - b_m1[:, None])
-            b_o = _rescaled(b_o, b_alpha)
-            b_m = b_m1
-            # P0 comes first: it is ready while these weights are still being rounded, and it frees K0 early.
-            mbarrier.wait(bar_p0, phase)
+            b_o = _rescaled(b_o, gl.exp2(b_m - b_m0))
+            # P0 V0 runs under this block's softmax.
             b_o = warpgroup_mma(s_p0, s_right.index(i_zero), b_o, is_async=True)
+            b_top = gl.max(b_s, 1) * scale_log2
+            b_m1 = gl.where(b_top > b_m0 + SLACK, b_top, b_m0)
+            b_p = gl.exp2(b_s * scale_log2 - b_m1[:, None])
             b_p_own = b_p.to(DTYPE)
-            s_pe.index(i_one).store(b_p_own)  # its keys have been multiplied
+            b_o = warpgroup_mma_wait(0, deps=(b_o,))
+            mbarrier.arrive(bar_r_free.index(0))
+            s_m1.store(b_m1)
+            s_pe.index(i_one).store(b_p_own)  # its keys are multiplied, in all warps: they met in the arrival
             fence_async_shared()
+            b_l = b_l * gl.exp2(b_m - b_m1) + gl.sum(b_p, 1)
             mbarrier.arrive(bar_p1)
+            b_o = _rescaled(b_o, gl.exp2(b_m0 - b_m1))
+            b_m = b_m1
             b_o = warpgroup_mma(
                 gl.convert_layout(b_p_own, gl.DotOperandLayout(0, L_O, 2)),
                 s_right.index(i_one),
                 b_o,
                 is_async=True,
             )
-            b_l = b_l * b_alpha + gl.sum(b_p, 1)
-            b_o = warpgroup_mma_wait(1, deps=(b_o,))
-            mbarrier.arrive(bar_r_free.index(0))
             b_o = warpgroup_mma_wait(0, deps=(b_o,))
             mbarrier.arrive(bar_r_free.index(1))
             i_pair += 1
@@ -391,6 +402,7 @@ def _right(
             s_p0.slice(32, 32, dim=1), b_o, b_l, b_m, out, lse, partial_out, partial_lse, slot, row,
             num_rows, i_lane, ROWS, 256, False,
         )  # fmt: skip
+        mbarrier.arrive(bar_stored)
 
 
 @gluon.jit
@@ -445,7 +457,7 @@ def _producer(
 ):  # fmt: skip
     """Copies in the order in which the consumers free the buffers."""
     (
-        bar_q, bar_l, bar_l_free, bar_r, bar_r_free, _bar_m0, bar_m1, _bar_p0, _bar_p1, _bar_sum,
+        bar_q, bar_l, bar_l_free, bar_r, bar_r_free, _bar_stored, _bar_p0, bar_p1, _bar_sum,
     ) = bars  # fmt: skip
     i_begin = gl.load(offsets + i_part)
     i_end = gl.load(offsets + i_part + 1)
@@ -456,8 +468,8 @@ def _producer(
         request = gl.load(items + i_item * FIELDS)
         row = gl.load(items + i_item * FIELDS + 4) + i_lane * BLOCK
         table = block_table + request.to(gl.int64) * table_stride
-        # K1's maximum of the last pair says that all scores are done, hence that the query is free.
-        mbarrier.wait(bar_m1, (i_pair & 1) ^ 1, pred=i_item > i_begin)
+        # K1's weights of the last pair say that all scores are done, hence that the query is free.
+        mbarrier.wait(bar_p1, (i_pair & 1) ^ 1, pred=i_item > i_begin)
         _copy_query(q_nope, q_pe, row, bar_q, s_q, s_q_pe)
         for i in range(first, last):
             free = (i_pair & 1) ^ 1
@@ -506,8 +518,7 @@ def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
     L_BAR: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = _buffers(DTYPE, L_WIDE, L_NARROW)
     bar_q = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_m0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
-    bar_m1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
+    bar_stored = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_p0 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_p1 = gl.allocate_shared_memory(gl.int64, [1], L_BAR)
     bar_l = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
@@ -516,8 +527,7 @@ def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
     bar_r_free = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
     bar_sum = gl.allocate_shared_memory(gl.int64, [2, 1], L_BAR)
     mbarrier.init(bar_q, count=1)
-    mbarrier.init(bar_m0, count=1)
-    mbarrier.init(bar_m1, count=1)
+    mbarrier.init(bar_stored, count=1)
     mbarrier.init(bar_p0, count=1)
     mbarrier.init(bar_p1, count=1)
     for j in gl.static_range(2):
@@ -527,7 +537,7 @@ def _shared(DTYPE: gl.constexpr, L_WIDE: gl.constexpr, L_NARROW: gl.constexpr):
         mbarrier.init(bar_r_free.index(j), count=1)
         mbarrier.init(bar_sum.index(j), count=1)
     fence_async_shared()
-    bars = (bar_q, bar_l, bar_l_free, bar_r, bar_r_free, bar_m0, bar_m1, bar_p0, bar_p1, bar_sum)
+    bars = (bar_q, bar_l, bar_l_free, bar_r, bar_r_free, bar_stored, bar_p0, bar_p1, bar_sum)
     return buffers, bars
 
 

@@ -402,7 +402,6 @@ BACKEND = Backend(
     Numerics(
         accumulate="float32",
         p=INPUT,
-        shared_p=False,  # K0's are rounded for each half of the values by itself where K1 raises the maximum
         sum_rounded_p=False,
         partial="float32",
         max_splits=132,

@@ -55,8 +55,14 @@ def case(name: str, seed: int) -> Case:
 
 # Edits of the kernel's source, and the case whose verdict must notice.
 PLANTED = {
-    "weights_not_handed_over": ("s_p0.store((b_p * b_beta[:, None]).to(DTYPE))", "pass", "two_parts"),
-    "weights_in_the_old_frame": ("s_p0.store((b_p * b_beta[:, None])", "s_p0.store((b_p * 1.0)", "peaky"),
+    "weights_not_handed_over": ("s_p0.store(b_p_own)", "pass", "two_parts"),
+    "weights_in_another_frame": (
+        "_rescaled(b_o, gl.exp2(b_m - b_m0))", "_rescaled(b_o, gl.exp2(b_m - b_m))", "peaky",
+    ),
+    "sums_in_another_frame": (
+        "_rescaled(b_o, gl.exp2(b_m0 - b_m1))", "_rescaled(b_o, gl.exp2(b_m1 - b_m1))", "peaky",
+    ),
+    "maximum_not_handed_over": ("s_m1.store(b_m1)", "s_m1.store(b_m0)", "peaky"),
     "keys_read_before_they_land": (
         "mbarrier.wait(bar_r.index(0), phase)", "mbarrier.wait(bar_r.index(0), phase, pred=False)",
         "two_parts",

@@ -41,7 +41,7 @@ MAX_EXPLAINED = 2**26
 TILES = (128, 64, 32, 16)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Of each packed row: its request, its number in it, and how many tokens, keys and seen keys it has."""
 
     num_requests: int
@@ -93,7 +93,7 @@ def locate(
     """
     axes = letters.split() if len(letters.split()) == got.dim() else [""] * got.dim()
     bad = _Bad(got.double(), want.double(), bound.double(), ~inside)
-    rows = _rows_of(inputs, got.shape[0]) if axes[:1] == ["t"] else None
+    rows = rows_of(inputs, got.shape[0]) if axes[:1] == ["t"] else None
     where = ", ".join(filter(None, (*_axes(axes, bad.mask, rows, inputs), _kind(got, bad))))
     guesses: list[str] = []
     if got.numel() <= MAX_EXPLAINED:
@@ -101,7 +101,8 @@ def locate(
     return Pattern(where=where, guess=guesses[0] if len(guesses) == 1 else "", **_map(axes, bad.mask, rows))
 
 
-def _rows_of(inputs: Any, num_rows: int) -> _Rows | None:
+def rows_of(inputs: Any, num_rows: int) -> Rows | None:
+    """Whose each packed row is; None where rows are not packed tokens of requests."""
     offsets = getattr(inputs, "cu_seqlens_q", getattr(inputs, "cu_seqlens", None))
     if offsets is None or not offsets.numel() or int(offsets[-1]) != num_rows:
         return None
@@ -111,12 +112,12 @@ def _rows_of(inputs: Any, num_rows: int) -> _Rows | None:
     query = torch.arange(num_rows, device=device) - offsets[:-1].to(torch.int64)[request]
     kv_len = getattr(inputs, "cache_seqlens", None)
     if kv_len is None or not hasattr(inputs, "cu_seqlens_q"):
-        return _Rows(len(sizes), request, query, q_len, None, None)
+        return Rows(len(sizes), request, query, q_len, None, None)
     kv_len = kv_len.to(torch.int64)[request]
-    return _Rows(len(sizes), request, query, q_len, kv_len, (kv_len - q_len + query + 1).clamp(min=0))
+    return Rows(len(sizes), request, query, q_len, kv_len, (kv_len - q_len + query + 1).clamp(min=0))
 
 
-def _axes(axes: Sequence[str], mask: torch.Tensor, rows: _Rows | None, inputs: Any) -> Iterator[str]:
+def _axes(axes: Sequence[str], mask: torch.Tensor, rows: Rows | None, inputs: Any) -> Iterator[str]:
     """Which indices of each axis have a bad element, and how many elements of those are bad."""
     extent = 1
     for axis, letter in enumerate(axes):
@@ -156,7 +157,7 @@ def _span(word: str, flags: torch.Tensor, tiles: bool = False) -> str:
     return f"{len(at)} of {size} {word}s"
 
 
-def _row_words(flags: torch.Tensor, rows: _Rows, inputs: Any) -> Iterator[str]:
+def _row_words(flags: torch.Tensor, rows: Rows, inputs: Any) -> Iterator[str]:
     """Requests, the queries in them, and what the bad rows have that no other row has."""
     requests = torch.zeros(rows.num_requests, dtype=torch.bool, device=flags.device)
     requests[rows.request[flags]] = True
@@ -181,7 +182,7 @@ def _row_words(flags: torch.Tensor, rows: _Rows, inputs: Any) -> Iterator[str]:
         yield f"exactly the rows {what}"
 
 
-def _conditions(rows: _Rows, inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _conditions(rows: Rows, inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """What may be special about a row."""
     if rows.kv_len is None or rows.sees is None:
         yield "of requests with more than one token", rows.q_len > 1
@@ -193,9 +194,9 @@ def _conditions(rows: _Rows, inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield "of requests with one query", rows.q_len == 1
     yield "before their request's newest", rows.query < rows.q_len - 1
     for length in sorted(set(rows.sees.tolist())):
-        yield f"that see more than {length} keys", rows.sees > length
+        yield f"that see more than {length} key{'s'[: length != 1]}", rows.sees > length
     for length in sorted(set(rows.sees.tolist()), reverse=True):
-        yield f"that see fewer than {length} keys", rows.sees < length
+        yield f"that see fewer than {length} key{'s'[: length != 1]}", rows.sees < length
     cache = getattr(inputs, "kv_cache", getattr(inputs, "key_cache", None))
     if cache is not None:
         yield "of requests whose last block is not full", rows.kv_len % cache.shape[1] != 0
@@ -203,12 +204,12 @@ def _conditions(rows: _Rows, inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _kind(got: torch.Tensor, bad: _Bad) -> str:
-    """What all bad elements are: "all NaN"."""
+    """What all bad elements are: "all 0"."""
     values = bad.at()
     if got.dtype == torch.uint8:
         return "all 0xFF, as memory that nobody wrote" if bool((values.got == 255).all()) else ""
     for what, is_so in (
-        ("NaN", values.got.isnan()),
+        ("NaN, as memory that nobody wrote", values.got.isnan()),
         ("+inf", values.got == torch.inf),
         ("-inf", values.got == -torch.inf),
         ("0", values.got == 0.0),
@@ -220,7 +221,7 @@ def _kind(got: torch.Tensor, bad: _Bad) -> str:
     return ""
 
 
-def _guesses(name: str, axes: Sequence[str], bad: _Bad, rows: _Rows | None, inputs: Any) -> Iterator[str]:
+def _guesses(name: str, axes: Sequence[str], bad: _Bad, rows: Rows | None, inputs: Any) -> Iterator[str]:
     """Every explanation that gives all bad elements."""
     values = bad.at()
     if name == "lse" and bool((values.want == -torch.inf).all()):
@@ -326,7 +327,7 @@ def _offsets(box: _Bad) -> Iterator[str]:
         yield f"lse is off by {0.5 * (low + high):.4g} everywhere"
 
 
-def _moved(axes: Sequence[str], bad: _Bad, rows: _Rows | None) -> Iterator[str]:
+def _moved(axes: Sequence[str], bad: _Bad, rows: Rows | None) -> Iterator[str]:
     """Bad rows, heads or channels are those of another place."""
     for axis, letter in enumerate(axes):
         if letter in ("", "n", "k") or not 1 < bad.got.shape[axis] <= MAX_MOVED:
@@ -362,7 +363,7 @@ def _sources(bad: _Bad) -> dict[int, int]:
     return sources
 
 
-def _moved_words(word: str, size: int, sources: dict[int, int], rows: _Rows | None) -> str:
+def _moved_words(word: str, size: int, sources: dict[int, int], rows: Rows | None) -> str:
     if rows is not None:
         requests = {(int(rows.request[row]), int(rows.request[source])) for row, source in sources.items()}
         here, there = next(iter(requests))
@@ -386,7 +387,7 @@ def _moved_words(word: str, size: int, sources: dict[int, int], rows: _Rows | No
     return f"{word}s are in each other's place: {pairs}{more}"
 
 
-def _map(axes: Sequence[str], mask: torch.Tensor, rows: _Rows | None) -> dict[str, Any]:
+def _map(axes: Sequence[str], mask: torch.Tensor, rows: Rows | None) -> dict[str, Any]:
     """Shares of bad elements by request (or the first axis) and head (or the second)."""
     second = axes.index("h") if "h" in axes[1:] else 1
     if mask.dim() > 1:

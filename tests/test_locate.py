@@ -88,7 +88,10 @@ def test_a_part_of_a_box_is_told_from_all_of_it(seed):
     assert "50 % of their elements" in found(got, want).where or "49 %" in found(got, want).where
 
 
-@pytest.mark.parametrize(("value", "text"), [(math.nan, "all NaN"), (math.inf, "all +inf"), (0.0, "all 0")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(math.nan, "all NaN, as memory that nobody wrote"), (math.inf, "all +inf"), (0.0, "all 0")],
+)
 def test_what_all_bad_elements_are_is_said(value, text, seed):
     want = truth(seed)
     pattern = found(spoiled(want, (slice(1, 4),), value), want)

@@ -24,6 +24,9 @@ from oracles.verify import DEFAULT, oracles_for
 
 NUMBER = re.compile(r"\b(0x[0-9a-f]+|\d+)\b")
 
+# Of an error over its bound: what no digit behind the point is of use for, and what has overflowed.
+MANY, INFINITE = 1e6, 1e300
+
 # Reasons of one backend that a summary tells in full.
 FEW = 3
 
@@ -80,7 +83,12 @@ def _worst(verdicts: Iterable[Verdict]) -> str:
     if not found:
         return "-"
     ratio, oracle = max(found)
-    return f"{ratio:.3f} {oracle}"
+    return f"{_short(ratio)} {oracle}"
+
+
+def _short(ratio: float) -> str:
+    """An error over its bound, in few characters however large it is."""
+    return f"{ratio:.3f}" if ratio < MANY else f"{ratio:.2e}" if ratio < INFINITE else "inf"
 
 
 def reasons(verdicts: Iterable[Verdict]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oracles.compare import wanted
-from oracles.console import distinct, group_of, label, reasons, replay_command, why
+from oracles.console import INFINITE, distinct, group_of, label, reasons, replay_command, why
 from oracles.run_directory import RunDirectory, is_run_directory, versions
 from oracles.verdict import BROKEN, FAIL, HELD, NOT_RUN, Pattern, Verdict
 
@@ -28,9 +28,6 @@ VARIABLES = {INK: "var(--ink)", FAINT: "var(--line)", GOOD: "var(--good)", BAD: 
 BINS = 25
 
 MAX_FAILURES = 50
-
-# Of an error over its bound: what overflows, or divides by nothing.
-INFINITE = 1e300
 
 
 class Subject(NamedTuple):

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from math import inf
 from xml.etree import ElementTree
 
 import pytest
@@ -21,7 +22,7 @@ from mla_ref.problem import problems
 from mla_ref.values import REGIMES
 from oracles.claims import Claim, Selection, outcome_of
 from oracles.command import main
-from oracles.console import describe, distinct, to_stdout, write
+from oracles.console import describe, distinct, summary, to_stdout, write
 from oracles.exits import WorkersError, printable
 from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
 from oracles.oracle import rules
@@ -223,6 +224,24 @@ def test_what_is_wrong_with_every_claim_alike_is_one_kind():
     assert [count for _, count in distinct(raised)] == [4]
     assert [count for _, count in distinct(died)] == [1] * 4
     assert [count for _, count in distinct([BROKEN_VALUE, replace(BROKEN_VALUE, oracle="lse")])] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (0.5, "0.500"),
+        (185952.9654, "185952.965"),
+        (1e6, "1.00e+06"),
+        (sys.float_info.max, "inf"),
+        (inf, "inf"),
+    ],
+)
+def test_the_table_is_as_wide_however_large_an_error_is(ratio, text):
+    worst = replace(BROKEN_VALUE.worst, ratio=ratio)
+    console = to_stdout()
+    with console.capture() as capture:
+        console.print(summary([replace(BROKEN_VALUE, worst=worst)], "problem"))
+    assert capture.get().splitlines()[1].split()[-2:] == [text, "value"]
 
 
 def test_the_case_that_is_shown_is_ordinary_where_one_is():

@@ -83,7 +83,7 @@ def test_an_answer_is_passed_on():
     assert told_later(asked)(CASE) == "latent_attention"
 
 
-@pytest.mark.parametrize("oracle", ["needle", "layout", "call_sequence"])
+@pytest.mark.parametrize("oracle", ["page_size", "layout", "call_sequence"])
 def test_an_exception_about_a_case_that_an_oracle_makes_is_the_backends(oracle):
     """Not the judge's, which only asks whether inputs of its own are taken."""
 

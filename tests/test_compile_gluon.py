@@ -10,10 +10,14 @@ import pytest
 
 SHARED_BYTES = 232_448  # that one program may have
 
-ATTENTION = {"mla_decode_kernel", "mla_decode_fp8_kernel"}
+ATTENTION = {"mla_decode_kernel", "mla_decode_fp8_kernel", "mla_decode_few_kernel"}
 PRODUCTS = 44  # tensor-core instructions of one consumer and one pair: 36 of scores, 8 of values
 BOXES = {64: 1, 32: 2, 16: 4}  # copies to a block of 64 keys
 EXPANSIONS = 256  # instructions that take two codes each, of one thread and one pair
+# Of the kernel for few rows, those of one turn, and how long its loop may be: what two warps of a scheduler
+# run, which is the same, must come from the instruction cache.
+FEW_EXPANSIONS = 64
+FEW_LENGTH = 1000
 
 # By format and block size, loads and stores of local memory in one turn of a consumer's loop, where there
 # are any. Pages of 16: twelve copies a pair, whose addresses and the products' descriptors it cannot hold.
@@ -30,6 +34,8 @@ OTHERS = (
     ("gluon_decode_fp8", 128, 64, "fp8_ds_mla"),
     ("gluon_decode_fp8", 16, 16, "fp8_ds_mla"),
     ("gluon_decode_fp8", 64, 32, "fp8_e4m3"),
+    ("gluon_decode_few", 16, 64, "fp8_ds_mla"),
+    ("gluon_decode_few", 8, 16, "fp8_e4m3"),
 )
 
 
@@ -65,6 +71,9 @@ def test_loops_touch_no_local_memory(kernels: list[dict]) -> None:
         if kernel["kernel"] not in ATTENTION:
             continue
         _, block_size, fmt = kernel["case"]
+        if kernel["kernel"] == "mla_decode_few_kernel":
+            assert kernel["STACK"] == 0, kernel
+            continue
         consumers = [loop for loop in kernel["loops"] if loop[1] == PRODUCTS][:2]
         assert len(consumers) == 2, kernel
         loads, stores = CONSUMER_SPILLS.get((fmt, block_size), (0, 0))
@@ -82,3 +91,11 @@ def test_loops_touch_no_local_memory(kernels: list[dict]) -> None:
 def test_products_overlap(kernels: list[dict]) -> None:
     for kernel in kernels:
         assert kernel.get("complaints", []) == [], kernel["case"]
+
+
+def test_few_rows_turn_in_a_short_loop(kernels: list[dict]) -> None:
+    for kernel in kernels:
+        if kernel["kernel"] == "mla_decode_few_kernel":
+            turn = next(loop for loop in kernel["loops"] if loop[5] >= FEW_EXPANSIONS)
+            assert turn[5] == FEW_EXPANSIONS, kernel
+            assert turn[0] <= FEW_LENGTH, kernel

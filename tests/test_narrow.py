@@ -24,7 +24,10 @@ from oracles.verify import backends
 from oracles.worker import Limits
 
 ALL_ROWS = len(ROWS)
-NARROW = ("flash_mla", "gluon_decode", "gluon_decode_fp8", "flash_attn_3", "flash_attn_3_paged", "flashinfer")
+NARROW = (
+    *("flash_mla", "gluon_decode", "gluon_decode_few", "gluon_decode_fp8"),
+    *("flash_attn_3", "flash_attn_3_paged", "flashinfer"),
+)
 
 
 def own(supports, problem="latent_attention", presets=None, names=None, seed=0):

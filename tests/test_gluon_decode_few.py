@@ -1,0 +1,173 @@
+"""The Hopper kernel for few rows without a GPU: its source under the emulator, judged like any backend."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from gluon_emulator import STAND_INS, Emulated, array, edited
+
+from mla_fast import _gluon_decode_few_kernel, _split_schedule, gluon_decode, gluon_decode_few
+from mla_ref.backend import available
+from mla_ref.case import Case
+from mla_ref.config import MLAConfig
+from mla_ref.layout import CacheLayout
+from oracles.verdict import ERROR, FAIL, PASS
+from oracles.verify import judge
+
+NUM_SMS = 6
+
+CASES = {
+    "two_parts": ((1, 1), (130, 129), 16, 64, "fp8_ds_mla", {}),
+    "ragged": ((1, 2, 0, 3), (300, 63, 64, 130), 5, 64, "fp8_ds_mla_pow2", {}),
+    "one_head": ((16, 3), (500, 2), 1, 64, "fp8_ds_mla", {}),
+    "empty": ((1, 1, 1), (0, 1, 0), 16, 64, "fp8_ds_mla", {}),
+    "more_queries_than_keys": ((3, 2), (2, 0), 4, 64, "fp8_ds_mla", {}),
+    "odd_blocks": ((1, 1, 1, 1), (65, 1, 190, 321), 16, 64, "fp8_ds_mla", {}),
+    "pages_of_16": ((1, 2), (333, 70), 8, 16, "fp8_ds_mla", {}),
+    "pages_of_32": ((2, 1), (65, 290), 8, 32, "fp8_e4m3", {}),
+    "one_scale": ((1, 2, 0), (300, 63, 70), 5, 64, "fp8_e4m3", {"kv_scale": 0.375}),
+    "pages_of_128": ((1, 1), (200, 129), 16, 128, "fp8_ds_mla", {}),
+    "padded": (
+        (1, 1), (200, 70), 16, 64, "fp8_ds_mla", {"entry_align": 256, "block_gap": 4096 + 16, "offset": 32},
+    ),
+    "peaky": ((1, 1), (450, 200), 16, 64, "fp8_ds_mla", {"regime": "peaky"}),
+    "tiny": ((1, 1), (200, 130), 16, 64, "fp8_ds_mla", {"regime": "tiny"}),
+    "long": ((1, 1, 1), (900, 600, 1300), 16, 64, "fp8_ds_mla", {}),
+    "many": ((1,) * 15, (70, 40, 129, 1, 96) * 3, 16, 64, "fp8_ds_mla", {}),
+}  # fmt: skip
+
+
+def case(name: str, seed: int) -> Case:
+    q_lens, kv_lens, heads, block_size, cache_format, extra = CASES[name]
+    layout = {k: v for k, v in extra.items() if k in ("entry_align", "block_gap", "offset")}
+    fields = {k: v for k, v in extra.items() if k not in layout}
+    config = MLAConfig(
+        name="wide", hidden_size=64, num_heads=heads, q_lora_rank=None, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    return Case(
+        problem="latent_attention", config=config, q_lens=q_lens, kv_lens=kv_lens, block_size=block_size,
+        cache_format=cache_format, layout=CacheLayout(**layout), seed=seed, **fields,
+    )  # fmt: skip
+
+
+FREED = "            async_copy.mbarrier_arrive(bar_free.index(i_at), increment_count=False)\n"
+VALUES = "            b_o = _weighted(b_p_1, b_scale_1, s_codes.index(i_at), CHUNK, b_o, L_S)\n"
+
+# Edits of the kernel's source, and the case whose verdict must notice.
+PLANTED = {
+    "codes_read_before_they_land": (
+        "((i_copy + 1) // PLACES) & 1, pred", "((i_copy + 1) // PLACES) & 1 ^ 1, pred", "two_parts",
+    ),
+    "place_free_before_its_values_are_read": (VALUES + FREED, FREED + VALUES, "long"),
+    "copied_before_the_place_is_free": ("((i_copy // PLACES) & 1) ^ 1)", "(i_copy // PLACES) & 1)", "long"),
+    "scales_of_the_other_chunk": (
+        "return b_scale_0, _load_scales(s_scale.slice(CHUNK,",
+        "return b_scale_0, _load_scales(s_scale.slice(0,",
+        "two_parts",
+    ),
+    "scales_of_the_next_block": ("            b_scale_0 = c_scale_0\n", "", "two_parts"),
+    "scales_of_dead_keys": (
+        "b_scale_1 = _live_scales(b_scale_1, i * BLOCK + CHUNK, items, i_item)", "pass", "two_parts",
+    ),
+    "a_tile_left_out": ("s_tiles.index(3)", "s_tiles.index(2)", "two_parts"),
+    "a_half_left_out": ("gl.sum(s_halves.load(L), 1)", "gl.max(s_halves.load(L), 1)", "two_parts"),
+    "a_half_in_the_other_frame": ("gl.exp2(b_m - b_top[None, :]) * b_one", "b_one", "peaky"),
+    "sums_in_the_old_frame": ("b_l = b_l * b_alpha + gl.sum", "b_l = b_l + gl.sum", "peaky"),
+    "output_in_the_old_frame": (
+        "            b_o = _rescaled(b_o, _owned(b_alpha, L_4, L_S))\n", "", "peaky",
+    ),
+    "query_without_its_unit": ("    b_s = b_s * b_unit[:, :, None]\n", "", "two_parts"),
+    "rope_of_the_codes": ("i_block, ROPE_AT, bar", "i_block, 0, bar", "two_parts"),
+    "rope_without_its_order": (
+        "o_col_pe = (o_col_pe & 1) * 2 + (o_col_pe // 8) + (o_col_pe // 2 & 3) * 4", "pass", "one_scale",
+    ),
+    "output_without_its_scale": ("b_one = unit /", "b_one = 1.0 /", "one_scale"),
+}  # fmt: skip
+
+
+def finite(b_code):
+    codes = torch.from_numpy(np.asarray(b_code, dtype=np.uint8)).view(torch.float8_e4m3fn).float()
+    return codes.nan_to_num(480.0)
+
+
+def rope_keys(b_code):
+    """Channels of four, the second and third in each other's place."""
+    codes = finite(b_code)
+    return array(codes.reshape(*codes.shape[:-1], -1, 2, 2).transpose(-1, -2).reshape(codes.shape).numpy())
+
+
+def keys(b_code):
+    return array(
+        torch.from_numpy(np.asarray(b_code, dtype=np.uint8)).view(torch.float8_e4m3fn).float().numpy()
+    )
+
+
+def values(b_code):
+    """What belongs to (channel 1, channel 0, key 0) at the bits (key 0, channel 1, channel 0)."""
+    codes = finite(b_code)
+    t, n, c = codes.shape
+    parts = codes.reshape(t, n // 2, 2, c // 4, 2, 2).permute(0, 1, 4, 3, 5, 2)
+    return array(parts.reshape(t, n, c).contiguous().numpy())
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, kernel_module: ModuleType) -> None:
+    asm = {
+        "_opaque": lambda x: x,
+        "_rescaled": lambda b_o, b_factor: b_o * b_factor,
+        "_keys": keys,
+        "_rope_keys": rope_keys,
+        "_values": values,
+        "mma_v2": lambda a, b, acc: array(
+            np.matmul(np.asarray(a, np.float32), np.asarray(b, np.float32)) + acc
+        ),
+        # By every thread of eight warps.
+        "async_copy": SimpleNamespace(
+            mbarrier_arrive=lambda bar, increment_count: STAND_INS["mbarrier"].arrive(bar, 256)
+        ),
+    }
+    kernel = Emulated(kernel_module, "mla_decode_few_kernel", asm)
+    monkeypatch.setattr(_gluon_decode_few_kernel, "mla_decode_few_kernel", kernel)
+    for name in ("schedule_kernel", "fixed_schedule_kernel", "merge_kernel"):
+        monkeypatch.setattr(_split_schedule, name, Emulated(_split_schedule, name))
+    monkeypatch.setattr(gluon_decode, "plan", lambda *a, **k: gluon_decode.plan_for(NUM_SMS, *a, **k))
+    monkeypatch.setattr(gluon_decode, "CHUNK_PAIRS", 2)
+
+
+BACKEND = replace(gluon_decode_few.BACKEND, requires=available)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, _gluon_decode_few_kernel)
+    verdicts = judge(BACKEND, case(name, seed), oracles=("value", "lse"))
+    assert {verdict.variant for verdict in verdicts} == {"default", "batch_invariant"}
+    for verdict in verdicts:
+        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_oracle(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, _gluon_decode_few_kernel)
+    for verdict in judge(BACKEND, case(name, seed)):
+        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(bug: str, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    good, bad, name = PLANTED[bug]
+    emulate(monkeypatch, edited(_gluon_decode_few_kernel, good, bad, tmp_path))
+    backend = replace(BACKEND, variants={})
+    statuses = {verdict.status for verdict in judge(backend, case(name, seed), oracles=("value", "lse"))}
+    assert statuses & {FAIL, ERROR}
+
+
+def test_more_rows_are_declined(seed: int) -> None:
+    heavy = replace(case("two_parts", seed), q_lens=(2, 1))
+    reason = gluon_decode_few.supports(heavy)
+    assert reason is not None
+    assert "32 rows" in reason

@@ -5,7 +5,9 @@ import textwrap
 from dataclasses import replace
 
 import pytest
+import torch
 
+from evals.speed.race import _admitted
 from mla_ref.formats import formats
 from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
@@ -177,3 +179,9 @@ def test_a_reason_that_was_given_before_is_kept(stranger, tmp_path):
     assert described([spec], "cpu", LIMITS)[spec].unavailable == "a GPU"
     [(_, [verdict])] = judge_all([Job(CASE, (spec,), ("value",), "cpu")], 1, LIMITS)
     assert (verdict.status, verdict.detail) == (UNAVAILABLE, "a GPU")
+
+
+@pytest.mark.parametrize("question", ["requires", "supports"])
+def test_a_race_asks_alike(question):
+    asked = replace(RIGHT, **{question: raising(SystemExit(3))})
+    assert _admitted(asked, CASE, torch.device("cpu")) == (ERROR, f"{question} raised SystemExit: 3")

@@ -34,12 +34,13 @@ from evals.speed.cases import label
 from evals.speed.inputs import filled, inputs_of
 from evals.speed.verdicts import Judged, jury
 from evals.speed.work import work
-from mla_ref.backend import Backend, missing
+from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.problem import problem
+from oracles.asked import declined, missing
 from oracles.matrix import load
 from oracles.memory import ran_out
-from oracles.oracle import private_copy
+from oracles.oracle import Raised, private_copy
 from oracles.verdict import ERROR, PASS, UNAVAILABLE, UNSUPPORTED
 from oracles.verify import DEFAULT, backends
 
@@ -303,10 +304,10 @@ def _admitted(backend: Backend, case: Case, device: torch.device) -> tuple[str, 
     try:
         if reason := missing(backend, device):
             return UNAVAILABLE, reason
-        reason = problem(case.problem).why_not(case) or backend.supports(case)
+        reason = problem(case.problem).why_not(case) or declined(backend, case)
         return (UNSUPPORTED, reason) if reason else (PASS, "")
-    except Exception as error:
-        return ERROR, _line(error)
+    except Raised as error:
+        return ERROR, str(error)
 
 
 def _runs(entrant: Contestant, copies: Sequence[Any]) -> list[Run]:

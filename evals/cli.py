@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import Abort, TyperException
 
+from oracles.exits import printable, said, unread
 from oracles.whole_file import write_whole
 
 app = typer.Typer(
@@ -53,8 +55,10 @@ def gate(
     """
     from evals.parity import compare, deciding, finite, report
     from evals.runs import load
+    from evals.statistics import check_margin
 
     with _refusing("gate"):
+        check_margin(margin)
         one, other = load(baseline, task, metric), load(candidate, task, metric)
         first = compare(one, other, deciding(one, answers), margin)
         others = [compare(one, other, name, margin) for name in one.answers if name != first.filter]
@@ -75,7 +79,8 @@ def published(
     """Published gsm8k figures of MLA changes, and the losses that they could have shown."""
     from evals.statistics import published_table
 
-    typer.echo(published_table(churn))
+    with _refusing("published"):
+        typer.echo(published_table(churn))
 
 
 Folder = Annotated[str, typer.Argument(help="mini, geom, or a checkpoint's folder.")]
@@ -101,6 +106,7 @@ def trial(
     """
     from evals import trial as trials
     from evals.path import parse
+    from evals.statistics import check_margin
 
     with _refusing("trial"), _folder_or_temporary(out) as folder:
         result = trials.judge(
@@ -108,7 +114,7 @@ def trial(
             parse(path),
             questions,
             folder,
-            margin,
+            check_margin(margin),
             _device(device),
             _floating(model_dtype),
         )
@@ -185,6 +191,7 @@ def survey(
     if it was cut short.
     """
     from evals import survey as surveys
+    from evals.statistics import check_margin
 
     record, stopped = None, False
     with _refusing("survey"):
@@ -196,7 +203,7 @@ def survey(
             out,
             device=_device(device),
             model_dtype=_floating(model_dtype),
-            margin=margin,
+            margin=check_margin(margin),
             jobs=jobs,
             seconds=seconds,
         )
@@ -354,9 +361,15 @@ def _refusing(command: str) -> Iterator[None]:
     """What is wrong with files, names or settings is one line, and exit code 3."""
     try:
         yield
+    except BrokenPipeError:  # of what is printed
+        raise
     except (ValueError, OSError) as error:
-        typer.echo(f"{command}: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
+        raise typer.Exit(_complain(command, said(error))) from None
+
+
+def _complain(command: str, message: str) -> int:
+    typer.echo(f"{command}: {printable(' '.join(message.split()))}", err=True)
+    return REFUSED
 
 
 @contextmanager
@@ -401,11 +414,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         code = int(app(words, prog_name="python -m evals", standalone_mode=False) or 0)
+        sys.stdout.flush()
     except TyperException as error:
-        typer.echo(f"{words[0]}: {error.format_message()}", err=True)
-        return REFUSED
+        return _complain(words[0], error.format_message())
+    except (BrokenPipeError, SystemExit):  # the latter is rich's, and for the same reason
+        return unread()
     except (Abort, KeyboardInterrupt):
         code = INTERRUPTED
+    except Exception as error:  # code 1 is a verdict
+        traceback.print_exc()
+        return _complain(words[0], f"a defect of its own: {type(error).__name__}: {error}")
     if code == INTERRUPTED:
         typer.echo(f"{words[0]}: interrupted", err=True)
     return code

@@ -38,6 +38,22 @@ def why_not() -> str | None:
 
 
 def rows(split: str, data: Path | None = None) -> list[Row]:
-    """The questions of ``train`` (7,473) or ``test`` (1,319)."""
-    with (folder(data) / f"{split}.jsonl").open(encoding="utf-8") as lines:
-        return [Row(**json.loads(line)) for line in lines]
+    """The questions of ``train`` (7,473) or ``test`` (1,319).
+
+    Raises: ValueError that names a line which is no question, or a file without any.
+    """
+    file = folder(data) / f"{split}.jsonl"
+    found = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                read = json.loads(line)
+                row = Row(read["question"], read["answer"])
+            except (ValueError, TypeError, KeyError):  # JSONDecodeError and UnicodeDecodeError, too
+                row = Row("", "")
+            if not (row.question and row.answer and {type(each) for each in row} == {str}):
+                raise ValueError(f"{file}:{number}: is no JSON object with the texts question and answer")
+            found.append(row)
+    if not found:
+        raise ValueError(f"{file}: holds no questions")
+    return found

@@ -27,7 +27,7 @@ from lm_eval.models.utils import (
 )
 
 from evals.gsm8k import Row
-from evals.model import greedy, load, teacher_forced
+from evals.model import greedy, load, load_tokenizer, teacher_forced
 from evals.path import AttentionPath, layer_of
 from evals.planted import Planted
 from evals.task import TASK, stock_task
@@ -65,14 +65,12 @@ class MLAVerifyLM(TemplateLM):  # type: ignore[misc]
         **path: Any,
     ) -> None:
         super().__init__()
-        from transformers import AutoTokenizer
-
         known = {f.name for f in fields(AttentionPath)}
         if unknown := sorted(set(path) - known):
             raise ValueError(f"mla-verify: {unknown[0]} is unknown; a path has {', '.join(sorted(known))}")
         self.path = AttentionPath(**path)
         self.batch_size = int(batch_size)
-        self.tokenizer = AutoTokenizer.from_pretrained(pretrained, local_files_only=True)
+        self.tokenizer = load_tokenizer(Path(pretrained))
         self.model = load(Path(pretrained), device, getattr(torch, model_dtype))
         self.max_length = int(max_length) or self.model.config.max_position
         self.max_gen_toks = int(max_gen_toks)
@@ -292,8 +290,11 @@ def _finished(out: Path, questions: str) -> str | None:
     """The table of the run in ``out`` if it ended, and these were its questions."""
     if not (out / FINISHED).is_file():
         return None
-    ended = json.loads((out / FINISHED).read_text(encoding="utf-8"))
-    return str(ended["table"]) if ended["questions"] == questions else None
+    try:
+        ended = json.loads((out / FINISHED).read_text(encoding="utf-8"))
+        return str(ended["table"]) if ended["questions"] == questions else None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{out / FINISHED}: cannot be read; without it the run goes on") from None
 
 
 def _same_settings(file: Path, settings: Mapping[str, Any]) -> None:

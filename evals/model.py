@@ -81,7 +81,7 @@ def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = 
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
-                config=CONFIG_MAPPING[kind].from_dict(said | {"model_type": kind}),
+                config=_settings(kind, said, folder),
                 dtype=dtype,
                 local_files_only=True,
                 use_safetensors=True,
@@ -98,6 +98,29 @@ def load(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = 
     if reason := _why_not_whole_checkpoint(found):
         raise ValueError(f"{folder}: {reason}")
     return with_our_attention(hf.eval().to(device), config)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of the checkpoint. Raises: ValueError, in one line, if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
+        why = " ".join(str(error).split())
+        raise ValueError(f"{folder}: its tokenizer cannot be read: {why[:100]}") from None
+
+
+def _settings(kind: str, said: Mapping[str, Any], folder: Path) -> Any:
+    """transformers' configuration. Raises: ValueError, in one line, if a value of it is of another type."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[kind].from_dict({**said, "model_type": kind})
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        why = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(f"{folder / 'config.json'}: transformers refuses it: {why}") from None
 
 
 def _why_not_whole_checkpoint(found: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from evals.runs import Run
 from evals.statistics import Decision, Paired, decide, stderr
+from oracles.exits import printable
 
 DECIDES = "flexible-extract"
 
@@ -157,13 +158,20 @@ def report(
         shown = first.flips[:most_flips]
         lines += ["", f"flips of {first.filter}, {len(shown)} of {len(first.flips)}:"]
         lines += [
-            f"  question {f.doc_id}: {'lost' if f.lost else 'won '}  target {f.target}  "
-            f"baseline {f.baseline}  candidate {f.candidate}  texts part at character {f.differs_at}"
+            f"  question {f.doc_id}: {'lost' if f.lost else 'won '}  target {_shown(f.target)}  "
+            f"baseline {_shown(f.baseline)}  candidate {_shown(f.candidate)}  "
+            f"texts part at character {f.differs_at}"
             for f in shown
         ]
     decision = first.decision
     lines += ["", f"{decision.outcome} ({first.filter}, margin {margin:.2%}): {decision.reason}"]
     return "\n".join(lines)
+
+
+def _shown(text: str, most: int = 40) -> str:
+    """On one line, and harmless to a terminal; the end of a long text, where its answer is."""
+    plain = printable(" ".join(text.split()))
+    return plain if len(plain) <= most else f"…{plain[1 - most :]}"
 
 
 def finite(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """How a model attends, every part of it chosen by name."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -55,6 +56,8 @@ class AttentionPath:
         for name, least in (("block_size", 1), ("decode_threshold", 1), ("chunk", 0), ("workspace_rows", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"path: {name} is {getattr(self, name)}, must be at least {least}")
+        if not 0.0 < self.kv_scale < math.inf:
+            raise ValueError(f"path: kv_scale is {self.kv_scale}, must be above 0 and finite")
         if self.workspace_rows and self.prefill != CHUNKED:
             raise ValueError(f"path: workspace_rows={self.workspace_rows}, but prefill is {self.prefill}")
 

@@ -15,8 +15,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 METRICS = ("exact_match", "acc")  # of a sample, 0 or 1; the first that a run has, unless one is asked for
 DATED = re.compile(r"_(\d{4}-\d{2}-\d{2}T[\d.+-]+)$")
@@ -69,8 +70,8 @@ def load(path: Path, task: str, metric: str = "") -> Run:
     """
     file = _results_file(path, task)
     results = _results(file)
-    if task not in results["results"]:
-        raise ValueError(f"{file}: has {', '.join(results['results']) or 'no task'}, not {task}")
+    if task not in (tasks := results.part("results")):
+        raise ValueError(f"{file}: has {_listed([*tasks]) or 'no task'}, not {task}")
     samples = _samples_file(file, task)
     if samples is None:
         raise ValueError(f"{file}: no samples of {task} are beside it; run lm_eval with --log_samples")
@@ -82,12 +83,12 @@ def load(path: Path, task: str, metric: str = "") -> Run:
         path=file,
         task=task,
         model=_model(results),
-        shots=int(results.get("n-shot", {}).get(task) or 0),
+        shots=results.whole_number("n-shot", task),
         metric=metric,
         settings=_settings(results, task) | {"metric": metric},
         answers=_answers(samples, rows, _filters(results, task), metric),
     )
-    _check_whole(run, results, samples)
+    _check_complete(run, results, samples)
     return run
 
 
@@ -134,28 +135,61 @@ def _samples_file(results: Path, task: str) -> Path | None:
     return beside[0] if len(beside) == 1 else None
 
 
-def _results(file: Path) -> dict[str, Any]:
+class _Results(NamedTuple):
+    """A results file: what it says, each part by the names that lead to it."""
+
+    file: Path
+    data: Mapping[str, Any]
+
+    def part(self, *names: str) -> Mapping[str, Any]:
+        """An object, empty where there is none. Raises: ValueError where something else stands there."""
+        found: Any = self.data
+        for depth, name in enumerate(names, 1):
+            found = found.get(name)
+            if found is None:
+                return {}
+            if not isinstance(found, Mapping):
+                raise self.odd(names[:depth], found, "an object")
+        return cast("Mapping[str, Any]", found)
+
+    def whole_number(self, *names: str) -> int:
+        """0 where there is none. Raises: ValueError where something else stands there."""
+        found = self.part(*names[:-1]).get(names[-1])
+        if found is not None and not isinstance(found, int):
+            raise self.odd(names, found, "a whole number")
+        return found or 0
+
+    def odd(self, names: Sequence[str], found: Any, wanted: str) -> ValueError:
+        """What stands where something else must."""
+        return ValueError(f"{self.file}: {'.'.join(names)} is {_short(found)}, must be {wanted}")
+
+
+def _short(value: Any, most: int = 40) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _results(file: Path) -> _Results:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError, too
         raise ValueError(f"{file}: not JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("results"), dict):
         raise ValueError(f"{file}: has no results; it is not the results file of an lm_eval run")
-    return data
+    return _Results(file, data)
 
 
-def _model(results: Mapping[str, Any]) -> str:
-    config = results.get("config", {})
-    name = results.get("model_name") or config.get("model_args") or ""
+def _model(results: _Results) -> str:
+    config = results.part("config")
+    name = results.data.get("model_name") or config.get("model_args") or ""
     return f"{config.get('model', 'model')} {name}".strip()
 
 
-def _settings(results: Mapping[str, Any], task: str) -> dict[str, Any]:
-    config = results.get("config", {})
-    made = results.get("configs", {}).get(task, {})
+def _settings(results: _Results, task: str) -> dict[str, Any]:
+    config, made = results.part("config"), results.part("configs", task)
     return {
-        "task version": results.get("versions", {}).get(task),
-        "n-shot": results.get("n-shot", {}).get(task),
+        "task version": results.part("versions").get(task),
+        "n-shot": results.part("n-shot").get(task),
         "limit": config.get("limit"),
         "few-shot seed": config.get("fewshot_seed"),
         "filters": made.get("filter_list"),
@@ -163,16 +197,19 @@ def _settings(results: Mapping[str, Any], task: str) -> dict[str, Any]:
         "repeats": made.get("repeats"),
         "generation settings": made.get("generation_kwargs"),
         "generation settings of the command": config.get("gen_kwargs") or None,
-        "system instruction": results.get("system_instruction_sha"),
-        "chat template": results.get("chat_template_sha"),
-        "few-shot as multi-turn": results.get("fewshot_as_multiturn"),
+        "system instruction": results.data.get("system_instruction_sha"),
+        "chat template": results.data.get("chat_template_sha"),
+        "few-shot as multi-turn": results.data.get("fewshot_as_multiturn"),
     }
 
 
-def _filters(results: Mapping[str, Any], task: str) -> list[str]:
+def _filters(results: _Results, task: str) -> list[str]:
     """The names of the task's filters in the order in which they are applied."""
-    made = results.get("configs", {}).get(task, {}).get("filter_list") or [{"name": NO_FILTER}]
-    return [str(each["name"]) for each in made]
+    made = results.part("configs", task).get("filter_list") or [{"name": NO_FILTER}]
+    try:
+        return [str(each["name"]) for each in made]
+    except (TypeError, KeyError):
+        raise results.odd(("configs", task, "filter_list"), made, "a list of filters with names") from None
 
 
 def _samples(file: Path) -> Iterator[tuple[str, Any]]:
@@ -182,7 +219,7 @@ def _samples(file: Path) -> Iterator[tuple[str, Any]]:
         if text.startswith("["):
             yield from ((f"{file}[{number}]", sample) for number, sample in enumerate(json.loads(text)))
             return
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError, too
         raise ValueError(f"{file}: {error}") from None
     # Not splitlines(): a text may hold other line separators than JSON's own.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
@@ -190,7 +227,7 @@ def _samples(file: Path) -> Iterator[tuple[str, Any]]:
             return
         try:
             yield f"{file}:{number}", json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}:{number}: {error}") from None
 
 
@@ -210,15 +247,15 @@ def _answers(
     times: dict[int, int] = {}  # how often a question was seen, where samples do not name their filter
     for where, sample in rows:
         try:
-            doc_id, score = int(sample["doc_id"]), float(sample[metric])
+            doc_id, score = index(sample["doc_id"]), float(sample[metric])
             answer = _answer(sample, score)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            name = str(sample.get("filter", filters[min(times.get(doc_id, -1) + 1, len(filters) - 1)]))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{where}: {what}") from None
         if score not in (0.0, 1.0):
             raise ValueError(f"{where}: {metric} is {score}, must be 0 or 1")
-        turn = times[doc_id] = times.get(doc_id, -1) + 1
-        name = sample.get("filter", filters[min(turn, len(filters) - 1)])
+        times[doc_id] = times.get(doc_id, -1) + 1
         seen = answers.setdefault(name, {})
         if doc_id in seen:
             raise ValueError(f"{where}: question {doc_id} a second time")
@@ -251,17 +288,20 @@ def _text(responses: Any) -> str:
     return only if isinstance(only, str) else json.dumps(only, ensure_ascii=False)
 
 
-def _check_whole(run: Run, results: Mapping[str, Any], samples: Path) -> None:
+def _check_complete(run: Run, results: _Results, samples: Path) -> None:
     """Raises: ValueError unless the samples are those that the results were computed from."""
-    expected = results.get("n-samples", {}).get(run.task, {}).get("effective")
+    expected = results.part("n-samples", run.task).get("effective")
     for name, answers in run.answers.items():
         if expected is not None and len(answers) != expected:
             raise ValueError(
-                f"{samples}: {len(answers)} answers of {name}, but the run had {expected} questions"
+                f"{samples}: {len(answers)} answers of {name}, but the run had {_short(expected)} questions"
             )
-        written = results["results"][run.task].get(f"{run.metric},{name}")
+        key = f"{run.metric},{name}"
+        written = results.part("results", run.task).get(key)
         if written is None:
-            raise ValueError(f"{run.path}: no {run.metric},{name}, which the samples have")
+            raise ValueError(f"{run.path}: no {key}, which the samples have")
+        if not isinstance(written, int | float) or not 0 <= written <= 1:
+            raise results.odd(("results", run.task, key), written, "between 0 and 1")
         counted = sum(answer.right for answer in answers.values()) / len(answers)
-        if round(counted, 6) != round(float(written), 6):
+        if round(counted, 6) != round(written, 6):
             raise ValueError(f"{samples}: {name} counts to {counted:.4f}, but the results say {written:.4f}")

@@ -76,7 +76,11 @@ def paired_detectable_loss(n: int, churn: float) -> float:
     """The smallest true loss that the exact paired test shows with 80 % power at one-sided 5 %.
 
     1 where it shows none: four questions, all lost, are no evidence yet.
+
+    Raises: ValueError if ``churn`` is no share, or NaN.
     """
+    if not 0.0 <= churn <= 1.0:
+        raise ValueError(f"churn: is {churn}, must be from 0 to 1")
     if mcnemar_power(n, churn, 1.0 - churn) < POWER:
         return 1.0
     return float(
@@ -197,6 +201,13 @@ class Decision:
     detectable: float
 
 
+def check_margin(margin: float) -> float:
+    """The margin. Raises: ValueError if it is no share, or NaN."""
+    if not 0.0 < margin < 1.0:
+        raise ValueError(f"margin: is {margin}, must be between 0 and 1")
+    return margin
+
+
 def decide(pair: Paired, margin: float) -> Decision:
     """The paired decision.
 
@@ -204,8 +215,7 @@ def decide(pair: Paired, margin: float) -> Decision:
     p < 0.01) and it is not shown to be below ``margin``. INCONCLUSIVE: neither. Absence of evidence is
     never a pass, and a baseline that answers too little to lose ``margin`` cannot be passed against.
     """
-    if not 0.0 < margin < 1.0:
-        raise ValueError(f"margin: is {margin}, must be between 0 and 1")
+    check_margin(margin)
     if not pair.n:
         raise ValueError("questions: there are 0, a decision needs at least 1")
     p, bound = mcnemar(pair.lost, pair.won), loss_bound(pair.lost, pair.won, pair.n)

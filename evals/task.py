@@ -9,6 +9,7 @@ from evals.templates import HELD_OUT, NOT_LEARNT, TRAIN, problems
 
 TASK = "gsm8k"
 LISTS = (0, 5, 10, 20)  # entries of the template problems that are asked; 0: stories
+SHOTS = 5  # of the stock task
 SHOTS_SEED, QUESTIONS_SEED = 31, 30
 NUM_SHOTS = 400  # template problems from which lm_eval draws its five shots
 
@@ -33,8 +34,14 @@ def template_rows(count: int) -> dict[str, list[Row]]:
 
 
 def gsm8k_rows(data: Path | None = None) -> dict[str, list[Row]]:
-    """gsm8k's own two splits, from a folder. Raises: ValueError that names a missing file."""
-    return {split: rows(split, data) for split in ("train", "test")}
+    """gsm8k's own two splits, from a folder.
+
+    Raises: ValueError that names a file which is missing, not as it must be, or too short to draw shots from.
+    """
+    splits = {split: rows(split, data) for split in ("train", "test")}
+    if (count := len(splits["train"])) < SHOTS:
+        raise ValueError(f"gsm8k: train.jsonl holds {count} questions, and {SHOTS} shots are drawn from them")
+    return splits
 
 
 def stock_task(data: Mapping[str, Sequence[Row]]) -> dict[str, Any]:

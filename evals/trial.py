@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from evals.model import Model, load
+from evals.model import Model, load, load_tokenizer
 from evals.parity import Comparison, compare, finite
 from evals.path import Attention, AttentionPath, Layer, attention_of
 from evals.runs import Run
@@ -105,7 +105,12 @@ def measured_noise(folder: Path, model_dtype: str = "float32") -> dict[str, Any]
     file = folder / NOISE
     if not file.is_file():
         raise ValueError(f"{file}: is missing; python -m evals calibrate {folder} writes it")
-    noise: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        noise = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    if not _is_noise(noise):
+        raise ValueError(f"{file}: is of another version; calibrate it again")
     if (found := digest(folder)) != noise["sha256"]:
         raise ValueError(
             f"{folder}: sha256 of its weights is {found[:12]}…, but {NOISE} is of {noise['sha256'][:12]}…"
@@ -114,9 +119,19 @@ def measured_noise(folder: Path, model_dtype: str = "float32") -> dict[str, Any]
         raise ValueError(
             f"{file}: is of a {noise['model_dtype']} model, not of a {model_dtype} one; calibrate it again"
         )
-    if set(noise["cost"]) != set(noise["noise"]):
-        raise ValueError(f"{file}: is of an older version; calibrate it again")
-    return noise
+    return cast("dict[str, Any]", noise)
+
+
+def _is_noise(noise: Any) -> bool:
+    """Whether it has every part that a trial reads, each of its kind."""
+    try:
+        measured = {(kind, name): noise["noise"][kind][name] for kind in noise["noise"] for name in MEASURES}
+        cost = {(kind, name): noise["cost"][kind][name] for kind in noise["noise"] for name in COSTS}
+        words = [noise["sha256"], noise["model_dtype"], *noise["noise"]]
+        numbers = [noise["kv_scale"], *measured.values(), *cost.values()]
+    except (KeyError, TypeError):
+        return False
+    return all(isinstance(each, str) for each in words) and all(isinstance(n, int | float) for n in numbers)
 
 
 def limits(noise: Mapping[str, Any], path: AttentionPath) -> dict[str, float] | None:
@@ -140,9 +155,7 @@ def texts_of(folder: Path, each: int = 1) -> list[Text]:
 
     Prompts begin with what the checkpoint's tokenizer begins every text with.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_tokenizer(folder)
     begin = tokenizer.encode("")
     sets = held_out(partial(tokenizer.encode, add_special_tokens=False), SEED, each, NOT_LEARNT, SHOTS)
     return [

@@ -4,7 +4,6 @@
 """
 
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from oracles.exits import (
     INTERRUPTED,
     NOTHING_RAN,
     OK,
-    UNREAD,
     USAGE,
     UsageError,
     WorkersError,
     complain,
     said,
+    unread,
 )
 
 gate_alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TyperException as error:
         return complain(error.format_message(), USAGE)
     except (BrokenPipeError, SystemExit):  # the latter is rich's, and for the same reason
-        return _unread()
+        return unread()
     except (UsageError, OSError) as error:
         return complain(said(error), USAGE)
     except WorkersError as error:
@@ -56,9 +55,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         traceback.print_exc()
         return complain(f"a defect of its own: {type(error).__name__}: {error}", NOTHING_RAN)
-
-
-def _unread() -> int:
-    """Nobody reads what is printed, as after ``| head``: say no more, at the end of the process either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return UNREAD

@@ -1,5 +1,6 @@
 """How a command ends: its exit code, and one line for what is wrong."""
 
+import os
 import sys
 
 OK, FAILED, USAGE, NOTHING_RAN, INTERRUPTED, UNREAD = 0, 1, 2, 3, 130, 141
@@ -23,6 +24,12 @@ def said(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def unread() -> int:
+    """Nobody reads what is printed, as after ``| head``: say no more, at the end of the process either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return UNREAD
 
 
 def complain(message: str, code: int) -> int:

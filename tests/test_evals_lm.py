@@ -2,6 +2,7 @@ import base64
 import hashlib
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from evals import gsm8k
 from evals.cli import app, main
 from evals.lm import TOKENS, MLAVerifyLM, _alone, evaluate
+from evals.model import load_tokenizer
 from evals.parity import compare
 from evals.path import AttentionPath
 from evals.runs import load
@@ -195,6 +197,72 @@ def test_wrong_words_are_no_verdict(words: list[str], message: str, capsys: pyte
 def test_without_words_the_command_says_what_there_is(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 0
     assert "calibrate" in capsys.readouterr().out
+
+
+GOOD = '{"question": "1 + 1?", "answer": "#### 2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "train.jsonl: holds no questions"),
+        (GOOD + "x\n", "train.jsonl:2: is no JSON object with the texts question and answer"),
+        ("3\n", "train.jsonl:1: is no JSON object"),
+        ('{"question": "1 + 1?"}\n', "train.jsonl:1: is no JSON object"),
+        ('{"question": 1, "answer": ["#### 2"]}\n', "train.jsonl:1: is no JSON object"),
+        ("\udcff\n", "train.jsonl:1: is no JSON object"),
+        (GOOD, "gsm8k: train.jsonl holds 1 questions, and 5 shots are drawn from them"),
+    ],
+)
+def test_questions_that_cannot_be_read_are_one_line(lines: str, message: str, tmp_path: Path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(lines, errors="surrogateescape")
+    command = ["evaluate", "mini", "--out", str(tmp_path / "out"), "--data", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert (result.exit_code, result.output.count("\n")) == (3, 1), result.output
+    assert message in result.output
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_run_that_cannot_be_told_from_a_finished_one_is_refused(text: str, tmp_path: Path):
+    (tmp_path / "finished.json").write_text(text)
+    with pytest.raises(ValueError, match=r"finished\.json: cannot be read; without it the run goes on"):
+        evaluate(MINI, AttentionPath(), template_rows(1), tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path: Path):
+    shutil.copy(MINI / "config.json", tmp_path)
+    for text in (None, "{"):
+        if text:
+            (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(ValueError, match=r": its tokenizer cannot be read: [^\n]+$"):
+            load_tokenizer(tmp_path)
+
+
+def test_a_defect_is_no_verdict_and_nobody_who_reads_is_no_defect(monkeypatch, capfd):
+    """Code 1 is FAIL."""
+    for error, code, says in (
+        (KeyError("x"), 3, "published: a defect of its own: KeyError: 'x'\n"),
+        (BrokenPipeError(), 141, ""),
+    ):
+
+        def broken(churn: float, error: Exception = error) -> str:
+            raise error
+
+        monkeypatch.setattr("evals.statistics.published_table", broken)
+        with monkeypatch.context() as patched:
+            patched.setattr("evals.cli.unread", lambda: 141)
+            assert main(["published"]) == code
+        assert capfd.readouterr().err.endswith(says)
+
+
+def test_a_margin_is_refused_before_anything_is_asked(tmp_path: Path):
+    for words in (["trial", "mini", "--path", ""], ["survey", "mini", "--out", str(tmp_path / "out")]):
+        result = CliRunner().invoke(app, [*words, "--margin", "2"])
+        assert (result.exit_code, result.output) == (
+            3,
+            f"{words[0]}: margin: is 2.0, must be between 0 and 1\n",
+        )
 
 
 def test_an_interrupted_command_says_so(monkeypatch, capsys: pytest.CaptureFixture[str]):

@@ -209,6 +209,8 @@ def test_a_path_is_read_as_it_is_printed(path: AttentionPath):
         (lambda: parse("decode=x chunk=many"), "path: chunk is 'many', must be int"),
         (lambda: parse("chunks=3"), "path: 'chunks=3' is no field"),
         (lambda: AttentionPath(block_size=0), "path: block_size is 0, must be at least 1"),
+        (lambda: parse("kv_scale=nan"), "path: kv_scale is nan, must be above 0 and finite"),
+        (lambda: parse("kv_scale=0"), "path: kv_scale is 0.0, must be above 0 and finite"),
         (lambda: AttentionPath(workspace_rows=8), "path: workspace_rows=8, but prefill is mla_ref.naive"),
         (lambda: _attention(decode="mla_ref.rope"), "path: mla_ref.rope solves rope, not attention"),
         (lambda: _attention(decode="mla_ref.split[num_splits=9]"), "has no variant 'num_splits=9'; it has"),

@@ -33,6 +33,8 @@ SCALE = json.loads((MINI / NOISE).read_text())["kv_scale"]
 RIGHT = {path.name: path for path in right(SCALE)}
 BUGS = {bug.name: bug for bug in bugs(SCALE)}
 
+PARTS = ("sha256", "model_dtype", "kv_scale", "noise", "cost")  # of what is stored
+
 # They are outside attention, whose inputs both sides share in tier 1.
 OUTSIDE = {
     "fp8 scale 8 times too small",
@@ -168,12 +170,32 @@ def test_noise_belongs_to_its_weights(tmp_path: Path):
         measured_noise(tmp_path)
 
 
-def test_noise_without_a_cost_of_every_format_is_refused(tmp_path: Path):
+KIND = "float32/fp32"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda noise: [noise],
+        lambda noise: noise | {"cost": {fmt: {} for fmt in FORMATS}},
+        lambda noise: noise | {"cost": noise["cost"] | {KIND: {"mean_kl": 0.0}}},
+        lambda noise: noise | {"noise": noise["noise"] | {KIND: dict.fromkeys(noise["noise"][KIND], "x")}},
+        lambda noise: noise | {"noise": None},
+        lambda noise: noise | {"sha256": None},
+        *(lambda noise, gone=gone: {key: noise[key] for key in noise if key != gone} for gone in PARTS),
+    ],
+)
+def test_noise_of_another_version_is_refused(edit, tmp_path: Path):
     shutil.copy(MINI / "model.safetensors", tmp_path)
-    noise = json.loads((MINI / NOISE).read_text())
-    noise["cost"] = {fmt: {} for fmt in FORMATS}
-    (tmp_path / NOISE).write_text(json.dumps(noise))
-    with pytest.raises(ValueError, match=r"gate\.json: is of an older version; calibrate it again"):
+    (tmp_path / NOISE).write_text(json.dumps(edit(json.loads((MINI / NOISE).read_text()))))
+    with pytest.raises(ValueError, match=r"gate\.json: is of another version; calibrate it again"):
+        measured_noise(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe"])
+def test_noise_that_is_not_json_is_named(data: bytes, tmp_path: Path):
+    (tmp_path / NOISE).write_bytes(data)
+    with pytest.raises(ValueError, match=r"gate\.json: not JSON: "):
         measured_noise(tmp_path)
 
 

@@ -1,7 +1,9 @@
 """What every version of lm_eval writes is read alike, and what cannot be read is one line."""
 
+import copy
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 
 from test_evals_parity import BASE, DATE, FILTERS, _gate, _results, _samples, _write
 
+from evals.parity import compare, deciding, report
 from evals.runs import load
 
 DOC = {"question": "1 + 1?", "answer": "2"}
@@ -214,3 +217,95 @@ def test_texts_may_hold_any_separator(tmp_path: Path):
     lines = [json.dumps(json.loads(line), ensure_ascii=False) for line in file.read_text().splitlines()]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     assert load(folder, "gsm8k").answers["strict-match"][0].text == "one\u2028two\x85three"
+
+
+ODD = (None, -1, 1.5, float("nan"), "", "x", [], [1], {"a": 1}, True, 10**400)
+
+
+def _places(value: object, before: tuple = ()) -> Iterator[tuple]:
+    """The way to everything in a JSON value but the whole of it."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*before, key)
+        yield from _places(each, (*before, key))
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd)[:12])
+def test_whatever_stands_in_a_file_there_is_a_decision_or_one_line(tmp_path: Path, odd: object):
+    """Every part of the results, and of a sample, is something else."""
+    right = [True, True, False]
+    good = load(_write(tmp_path / "good", right), "gsm8k")
+    inner = _write(tmp_path / "odd", right) / "model"
+    whole = _results(2 / 3, 3), _samples(right)
+    refused = []
+    for place in _places([whole[0], whole[1][0]]):
+        results, samples = copy.deepcopy(whole)
+        *before, last = place
+        where = [results, samples[0]]
+        for key in before:
+            where = where[key]
+        if not before:
+            continue
+        where[last] = odd
+        (inner / f"results_{DATE}.json").write_text(json.dumps(results))
+        lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+        (inner / f"samples_gsm8k_{DATE}.jsonl").write_text(lines)
+        try:
+            run = load(tmp_path / "odd", "gsm8k")
+            one = compare(good, run, deciding(run), 0.02)
+            report(good, run, [one], 0.02, 20)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > 10
+    assert not [message for message in refused if "\n" in message]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda results: results.update(configs=[1]), "configs is [1], must be an object"),
+        (lambda results: results["configs"].update(gsm8k="x"), 'configs.gsm8k is "x", must be an object'),
+        (
+            lambda results: results["configs"]["gsm8k"].update(filter_list=["x"]),
+            'configs.gsm8k.filter_list is ["x"], must be a list of filters with names',
+        ),
+        (lambda results: results["n-shot"].update(gsm8k="5"), 'n-shot.gsm8k is "5", must be a whole number'),
+        (
+            lambda results: results["results"]["gsm8k"].update({"exact_match,strict-match": 1e300}),
+            "results.gsm8k.exact_match,strict-match is 1e+300, must be between 0 and 1",
+        ),
+    ],
+)
+def test_a_part_of_another_kind_is_named(tmp_path: Path, edit, message: str):
+    result = _gate(_write(tmp_path / "a", BASE, lambda results, samples: edit(results)), tmp_path)
+    assert result.exit_code == 3
+    assert result.output.rstrip().endswith(f"results_{DATE}.json: {message}")
+    assert result.output.count("\n") == 1
+
+
+def test_lists_that_never_end_are_one_line(tmp_path: Path):
+    inner = _write(tmp_path / "a", BASE) / "model"
+    for name in (f"samples_gsm8k_{DATE}.jsonl", f"results_{DATE}.json"):
+        (inner / name).write_text('{"a":' + "[" * 200_000)
+        result = _gate(tmp_path / "a", tmp_path)
+        assert (result.exit_code, result.output.count("\n")) == (3, 1), result.output[:200]
+        assert name in result.output
+
+
+def test_foreign_texts_do_nothing_to_a_terminal(tmp_path: Path):
+    def edit(results: dict, samples: list[dict]) -> None:
+        for sample in samples:
+            sample["filtered_resps"] = ["\x1b[2J\nPASS " + "9" * 100]
+
+    changed = [not BASE[0], *BASE[1:]]
+    result = _gate(_write(tmp_path / "a", BASE), _write(tmp_path / "b", changed, edit))
+    [line] = (line for line in result.output.splitlines() if "question 0" in line)
+    assert f"candidate …{'9' * 39}  texts" in line
+    short = _gate(_write(tmp_path / "c", BASE), _write(tmp_path / "d", changed, _escapes))
+    assert "\x1b" not in short.output
+    assert "candidate \\x1b[2J PASS  texts" in short.output
+
+
+def _escapes(results: dict, samples: list[dict]) -> None:
+    for sample in samples:
+        sample["filtered_resps"] = ["\x1b[2J\nPASS"]

@@ -30,6 +30,12 @@ from evals.statistics import (
 )
 
 
+@pytest.mark.parametrize("churn", [-0.1, 1.1, math.nan])
+def test_churn_is_a_share(churn: float):
+    with pytest.raises(ValueError, match=f"churn: is {churn}, must be from 0 to 1"):
+        published_table(churn)
+
+
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.change}-{row.accuracy}")
 def test_the_published_stderr_is_reproduced(row: Published):
     assert round(stderr(row.exact, row.n), 4) == row.printed_stderr

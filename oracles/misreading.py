@@ -1,8 +1,8 @@
 """What an implementation seems to compute instead: readings of the inputs that have been met before.
 
 A misreading is an edit of the inputs, or a coarser rounding than was declared. It is told where the truth
-under it admits everything that was returned, which the truth of the inputs does not. Most are ruled out by a
-few rows of one head, which is all that they cost.
+under it admits everything that was returned, which the truth of the inputs does not. Most are ruled out by
+the row with the worst element, which is all that they cost.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +15,15 @@ from mla_ref.numerics import EXACT, INPUT, Numerics
 from mla_ref.problem import Problem
 from oracles.bounds import Admissible
 from oracles.compare import within
+from oracles.exact import attention
 from oracles.locate import Rows, rows_of
+from oracles.verdict import Worst
 
 # Products of queries, keys and channels beyond which nobody waits for a guess; what is shown is small.
 MAX_PRODUCTS = 2**22
 
-# Rows that a misreading is tried on first.
-FIRST = 6
+# Of the error of a row, what may be left of it under a misreading that is looked at further.
+NEAR = 0.5
 
 # Readings that explain a failure alike, beyond which none is told.
 FEW = 2
@@ -38,11 +40,11 @@ class Misreading(NamedTuple):
 
 
 def misread(
-    contract: Problem, output: Any, inputs: Any, numerics: Numerics, truth: Truth, at: tuple[int, ...]
+    contract: Problem, output: Any, inputs: Any, numerics: Numerics, truth: Truth, worst: Worst
 ) -> str:
     """What explains the whole of a wrong output of attention, or "".
 
-    truth: what an output may be, field by field. at: row and head of a wrong element.
+    truth: what an output may be, field by field. worst: an element that is wrong.
     """
     if not all(hasattr(inputs, name) for name in ("cu_seqlens_q", "cache_seqlens", "softmax_scale")):
         return ""
@@ -52,17 +54,20 @@ def misread(
     if any(bool(tensor.isnan().any()) for tensor in output):
         return ""  # no reading of live memory gives that
 
-    row, head = at[:2]
-    few = torch.linspace(0, len(rows.request) - 1, min(FIRST, len(rows.request))).long()
-    few = torch.cat([few, torch.tensor([row])]).to(rows.request.device)
+    row, head = worst.index[:2]
     one_head = "g" not in " ".join(contract.shapes.values()).split()  # else a key has heads of its own
-    part = _cut(contract.output_shapes, output, few, head, one_head)
+    kept = torch.tensor([row], device=rows.request.device)
+    got = getattr(_cut(contract.output_shapes, output, kept, head, one_head), worst.tensor)
+
+    def error(reading: Misreading) -> float:
+        given = _cut(contract.shapes, _alone(reading, rows, kept), kept, head, one_head)
+        want = dict(zip(contract.output_shapes, attention(given), strict=True))[worst.tensor]
+        return float(torch.where(got == want, 0.0, got.double() - want).abs().nan_to_num(nan=torch.inf).max())
+
+    limit = NEAR * error(Misreading("", inputs, rows.sees))
 
     def explains(reading: Misreading) -> bool:
-        given = _cut(contract.shapes, _alone(reading, rows, few), few, head, one_head)
-        return _admits(truth(given, numerics), part) and _admits(
-            truth(_whole(reading, rows), numerics), output
-        )
+        return error(reading) < limit and _admits(truth(_whole(reading, rows), numerics), output)
 
     found = [reading.says for reading in _misreadings(inputs, rows) if explains(reading)]
     if found:

@@ -23,13 +23,16 @@ from oracles.misreading import misread
 from oracles.oracle import Oracle, Raised, Trial, private_copy, rules
 from oracles.probes import admitted, materialized
 from oracles.process_state import kept
-from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict
+from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict, Worst
 
 # Where backends live; reached by name, so that the judge imports none of them.
 BACKEND_PACKAGES = ("mla_ref", "mla_fast")
 
 # The variant that is the backend's own function.
 DEFAULT = "default"
+
+# What would explain the output that an element is of, or "".
+Guess = Callable[[Worst], str]
 
 # Oracles that look at nothing but what was returned on the case's own inputs.
 OF_THE_OUTPUT = ("value", "lse")
@@ -173,7 +176,7 @@ def _judge_variant(
     judge_on: str | None,
 ) -> Iterator[Verdict]:
     trials: dict[str, Trial] = {}
-    guesses: dict[str, Callable[[tuple[int, ...]], str]] = {}
+    guesses: dict[str, Guess] = {}
     for oracle in wanted:
         here = device if oracle.on_device else judge_on or device
         if here not in trials:
@@ -182,15 +185,15 @@ def _judge_variant(
         yield _check(trials[here], oracle, variant, device, guesses[here])
 
 
-def _guesser(trial: Trial) -> Callable[[tuple[int, ...]], str]:
+def _guesser(trial: Trial) -> Guess:
     """Tells what would explain the output on the case's own inputs, of which a wrong element is given."""
     told: list[str] = []
 
-    def guess(at: tuple[int, ...]) -> str:
+    def guess(worst: Worst) -> str:
         truth = ADMISSIBLE.get(trial.problem.name)
         if not told and truth is not None and not trial.problem.writes:
             output = trial.run(trial.inputs)
-            told.append(misread(trial.problem, output, trial.inputs, trial.backend.numerics, truth, at))
+            told.append(misread(trial.problem, output, trial.inputs, trial.backend.numerics, truth, worst))
         return told[0] if told else ""
 
     return guess
@@ -297,9 +300,7 @@ def _foul(outputs: Mapping[str, Admissible], device: str) -> None:
         torch.full(want.mid.shape, torch.nan, dtype=want.dtype, device=device)
 
 
-def _check(
-    trial: Trial, oracle: Oracle, variant: str, device: str, guess: Callable[[tuple[int, ...]], str]
-) -> Verdict:
+def _check(trial: Trial, oracle: Oracle, variant: str, device: str, guess: Guess) -> Verdict:
     start = time.perf_counter()
     try:
         output = trial.run(trial.inputs)
@@ -315,7 +316,7 @@ def _check(
     seconds = time.perf_counter() - start
     pattern = None if finding.ok or finding.pattern is None else finding.pattern()
     if pattern is not None and finding.worst is not None and oracle.name in OF_THE_OUTPUT:
-        pattern = replace(pattern, guess=guess(finding.worst.index) or pattern.guess)
+        pattern = replace(pattern, guess=guess(finding.worst) or pattern.guess)
     where = pattern.text() if pattern else ""
     detail = f"{finding.detail}. Bad: {where}" if where else finding.detail
     return replace(

@@ -70,7 +70,7 @@ def test_a_strangers_backend_is_found_by_module_and_attribute(monkeypatch):
         ("mla_ref.latent:X", "backend 'mla_ref.latent:X': mla_ref.latent has no X"),
         ("mla_ref.latent:torch", "backend 'mla_ref.latent:torch': torch is module, not a Backend"),
         ("mla_ref.config", "backend 'mla_ref.config': mla_ref.config has no BACKEND"),
-        ("", "backend '': cannot import '': Empty module name"),
+        ("", "backend '': names no module"),
     ],
 )
 def test_a_backend_that_is_not_there(spec, message):

@@ -1,10 +1,14 @@
 """What is prepared and what a graph holds: with a stand-in for graphs, which are a GPU's."""
 
+import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from mla_ref.backend import Prepared
+from mla_ref.problem import problem
 from oracles.engine_mutants import prepared_mutants
 from oracles.mutants import LATENT, Mutant, mutants, right
 from oracles.rules import captured
@@ -101,6 +105,107 @@ def test_what_a_plan_raises_is_the_backends(prepare, told):
     found = verdict(replace(wrong("key_dropped"), prepare=prepare))
     assert found.status == ERROR
     assert found.detail.startswith(told)
+
+
+def test_a_run_that_leaves_what_the_run_before_wrote_is_told():
+    run, numerics = right(LATENT)
+
+    def prepare(inputs):
+        output, runs = run(inputs), itertools.count()
+        kept = [x.clone() for x in output]
+
+        def once():
+            if not next(runs):
+                for new, old in zip(output, kept, strict=True):
+                    new.copy_(old)
+            return output
+
+        return Prepared(once, lambda output: output)
+
+    found = verdict(replace(Mutant("none", LATENT, run, numerics).backend, prepare=prepare))
+    assert (found.status, found.detail[:21]) == (FAIL, "prepared, run 2: out:")
+
+
+def test_an_input_that_is_returned_stays_as_it_is():
+    inputs = problem("latent_attention").materialize(LATENT, torch.device("cpu"))
+    with torch.inference_mode():
+        made = torch.zeros(3)
+    captured._clear((inputs.ql_nope[1:], [made]), inputs)
+    assert bool(made.isnan().all())
+    assert not bool(inputs.ql_nope.isnan().any())
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU's streams without a GPU: what was called of them, and which stream is the current one."""
+    streams, modes = ["first"], []
+
+    class Capture:
+        """As torch's: whether the capture fails or not, its end is what puts the stream back."""
+
+        def __init__(self, graph):
+            self.graph = graph
+
+        def __enter__(self):
+            self.before = streams[-1]
+            streams.append("capture")
+
+        def __exit__(self, kind, *_):
+            if kind is not None:
+                raise RuntimeError("capture failed") from None
+            streams.append(self.before)
+
+    @contextlib.contextmanager
+    def stream_of(stream):
+        before = streams[-1]
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.append(before)
+
+    fakes = {
+        "device": lambda _: contextlib.nullcontext(),
+        "synchronize": lambda *_: None,
+        "Stream": lambda: "side",
+        "stream": stream_of,
+        "current_stream": lambda: streams[-1],
+        "CUDAGraph": object,
+        "graph": Capture,
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": modes.append,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return streams, modes
+
+
+@pytest.mark.parametrize("error", [RuntimeError, LookupError, SystemExit])
+def test_what_a_call_raises_that_a_graph_does_not_take_is_no_error_of_the_judges(error, device):
+    streams, modes = device
+    made = iter(["warm", "waits not", error("no\nmore")])
+
+    def call():
+        if isinstance(found := next(made), BaseException):
+            raise found
+        return found
+
+    assert captured.graph_of(call, "cuda") == "it cannot be captured: capture failed"
+    assert (streams[-1], modes) == ("first", ["error", 0])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, LookupError])
+def test_a_call_that_waits_has_no_graph(error, device):
+    made = iter(["warm", error()])
+
+    def call():
+        if isinstance(found := next(made), BaseException):
+            raise found
+        return found
+
+    told = f"no graph holds a call that waits for the device: {error.__name__}"
+    assert captured.graph_of(call, "cuda") == told
+    assert device[1] == ["error", 0]
 
 
 def test_what_is_no_output_is_told():

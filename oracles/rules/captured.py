@@ -6,18 +6,19 @@ Why: an engine plans once a step, repeats the rest in every layer, and replays s
     plan that its first run uses up, a workspace that is filled while the plan is made, a length that is baked
     in, a kernel on a stream that the graph does not see: each is right whenever it is called.
 Exact or bounded: as the call itself on these values, bit for bit, or within the bounds of the truth. Graphs
-    are a GPU's, and of calls that do not wait for it; what they return is NaN before they are replayed.
+    are a GPU's, and of calls that do not wait for it; what was returned is NaN before anything runs again.
 Kills: plans that serve one run, plans of other lengths than the call's.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from oracles.compare import worst_of
-from oracles.oracle import Oracle, Raised, Trial, private_copy
+from oracles.oracle import Oracle, Raised, Trial, named_tensors, private_copy, storage_bytes
 from oracles.probes import ATTENTION, made, nothing
 from oracles.rejudge import rejudged
 from oracles.rules.reused_memory import another, overwrite
@@ -47,11 +48,13 @@ def _prepared(trial: Trial) -> Finding:
     prepared = _theirs("prepare", lambda: prepare(memory))
     findings = []
     for number in range(RUNS):
-        output = _theirs("prepare", lambda: prepared.finish(prepared.run()))
+        result = _theirs("prepare", prepared.run)
+        output = _theirs("prepare", partial(prepared.finish, result))
         findings.append(_judged(trial, trial.inputs, output, memory, f"prepared, run {number + 1}"))
+        _clear(result, memory)
     graph = graph_of(prepared.run, trial.device)
     if isinstance(graph, Graph):
-        _clear(graph.result)
+        _clear(graph.result, memory)
         graph.replay()
         output = _theirs("prepare", lambda: prepared.finish(graph.result))
         findings.append(_judged(trial, trial.inputs, output, memory, "prepared, and replayed from a graph"))
@@ -66,7 +69,7 @@ def _replayed(trial: Trial) -> Finding:
         return nothing(graph)
     other = made(another, trial.case, trial.device)
     overwrite(memory, other)
-    _clear(graph.result)
+    _clear(graph.result, memory)
     graph.replay()
     return _judged(trial, other, graph.result, memory, "replayed from a graph, over other values")
 
@@ -75,8 +78,7 @@ def _judged(trial: Trial, inputs: Any, output: Any, memory: Any, what: str) -> F
     fields = tuple(trial.problem.output_shapes)
     if not isinstance(output, tuple) or len(output) != len(fields):
         return Finding(ok=False, detail=f"{what}: output is no tuple of ({', '.join(fields)})")
-    first = trial.run(trial.inputs) if inputs is trial.inputs else trial.run(inputs)
-    return rejudged(trial, inputs, trial.problem.output(*output), memory, first, what)
+    return rejudged(trial, inputs, trial.problem.output(*output), memory, trial.run(inputs), what)
 
 
 def _theirs(what: str, do: Callable[[], Any]) -> Any:
@@ -101,9 +103,10 @@ def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
             return f"no graph holds a call that waits for the device: {reason}"
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # A capture that fails leaves its stream the current one.
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 result = call()
-        except RuntimeError as error:
+        except (Exception, SystemExit) as error:
             return f"it cannot be captured: {_line(error)}"
 
     def replay() -> None:
@@ -121,8 +124,8 @@ def _why_it_waits(call: Callable[[], Any]) -> str:
         torch.cuda.set_sync_debug_mode("error")
         try:
             call()
-        except RuntimeError as error:
-            return _line(error)
+        except (Exception, SystemExit) as error:
+            return _line(error) or type(error).__name__
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     return ""
@@ -133,11 +136,13 @@ def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _clear(result: Any) -> None:
-    """NaN wherever a result has floating-point numbers."""
-    for tensor in _tensors(result):
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
+def _clear(result: Any, memory: Any) -> None:
+    """NaN in all floating-point numbers of a result, but for an input that is returned as it is."""
+    given = {storage_bytes(x).data_ptr() for x in named_tensors(memory).values()}
+    with torch.inference_mode():  # in which the result may have been made
+        for tensor in _tensors(result):
+            if tensor.is_floating_point() and storage_bytes(tensor).data_ptr() not in given:
+                tensor.fill_(torch.nan)
 
 
 def _tensors(result: Any) -> Iterator[torch.Tensor]:

@@ -2,7 +2,8 @@
 
 Contract: 512 latent and 64 rope channels, bfloat16 queries, a cache in ``fp8_ds_mla``, ``fp8_ds_mla_pow2``
 or ``fp8_e4m3``, at most 16 rows a request (heads times new tokens, by ``max_seqlen_q``); block sizes, strides
-and plans are ``gluon_decode``'s.
+and plans are ``gluon_decode``'s. A NaN among visible keys makes their rows NaN, but in the rope part of
+``fp8_e4m3``, where the codes of NaN count as ±480.
 """
 
 from collections.abc import Callable

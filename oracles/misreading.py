@@ -1,8 +1,9 @@
 """What an implementation seems to compute instead: readings of the inputs that have been met before.
 
 A misreading is an edit of the inputs, or a coarser rounding than was declared. It is told where the truth
-under it admits everything that was returned, which the truth of the inputs does not. Most are ruled out by
-the row with the worst element, which is all that they cost.
+under it admits everything that was returned, which the truth of the inputs does not, and claims more of each
+row than the hull of its values, which explains too much. Most are ruled out by the row with the worst
+element, which is all that they cost.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +68,10 @@ def misread(
     limit = NEAR * error(Misreading("", inputs, rows.sees))
 
     def explains(reading: Misreading) -> bool:
-        return error(reading) < limit and _admits(truth(_whole(reading, rows), numerics), output)
+        if error(reading) >= limit:
+            return False
+        expected = truth(_whole(reading, rows), numerics)
+        return not any(want.ill for want in expected.values()) and _admits(expected, output)
 
     found = [reading.says for reading in _misreadings(inputs, rows) if explains(reading)]
     if found:

@@ -95,6 +95,18 @@ def test_one_wrong_row_among_right_ones_is_no_misreading():
         assert "every token" not in verdict.pattern.guess
 
 
+def test_rows_of_which_the_hull_alone_is_claimed_explain_nothing():
+    """Half the scale, in an accumulator under which most outputs would do for most scales."""
+    numerics, case = Numerics(accumulate="float16"), replace(CASE, regime="plain")
+
+    def fn(*given):
+        inputs = type(INPUTS)(*given)
+        return latent(*inputs._replace(softmax_scale=inputs.softmax_scale / 2))
+
+    [_, verdict] = judge(Backend("b", "latent_attention", fn, numerics), case, oracles=["value", "lse"])
+    assert (verdict.status, verdict.pattern.guess) == (FAIL, "")
+
+
 def test_rounded_weights_that_nobody_declared_are_thought_of():
     mutant = next(m for m in mutants() if m.name == "weights_in_bf16_undeclared")
     [verdict] = judge(mutant.backend, mutant.case, oracles=["value"])

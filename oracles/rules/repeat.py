@@ -22,7 +22,7 @@ RUNS, RUNS_ON_A_GPU = 3, 49
 
 
 def check(trial: Trial) -> Finding:
-    """Run on copies, and compare each with the first."""
+    """Run again and again on one copy, and compare each with the first."""
     first, findings, exact = trial.run(trial.inputs), [], True
     judged = {name: trial.problem.output_shapes[name] for name in trial.expected()}
     on_a_gpu = torch.device(trial.runs_on or trial.device).type == "cuda"

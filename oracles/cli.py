@@ -215,6 +215,8 @@ def run(
     console.print(summary(verdicts, by))
     named = dict.fromkeys([*(backend or []), *(require or [])])
     write(console, "", *main_reasons(verdicts), *_not_tried(list(named), implemented, problem, oracle, todo))
+    undealt = {spec: of.undealt for spec, of in asked_of.items() if of.undealt}
+    write(console, *(f"{spec}: no cases of its own could be dealt: {why}" for spec, why in undealt.items()))
     kinds = distinct(verdicts)
     for verdict, count in kinds[:MAX_FAILURES]:
         write(console, "", *describe(verdict), *([f"  and   {count - 1} more like it"] if count > 1 else []))

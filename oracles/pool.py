@@ -302,12 +302,14 @@ class Described(NamedTuple):
 
     source: ``sources.digest_of`` a stranger's; of the house's, "", since ``run_directory.versions`` has that.
     own: the cases that ``narrow`` deals to it, as text, where that was asked for and it can run.
+    undealt: what ended the worker that was to deal them; empty if nothing did.
     """
 
     problem: str
     unavailable: str | None
     source: str
     own: Sequence[str] = ()
+    undealt: str = ""
 
     def own_cases(self) -> list[Case]:
         """As cases."""
@@ -366,7 +368,9 @@ def describe_all(
             told = outcome.why.removeprefix("ValueError: ")
             ours = outcome.end == RAISED and told != outcome.why
             raise ValueError(told if ours else f"backend {spec!r}: its import: {told}")
-        found[spec] = Described(*said[-1])
+        # What ended it before, as it was asked what it misses, is told where it is judged.
+        undealt = outcome.why if outcome.end != DONE and len(said) > 1 else ""
+        found[spec] = Described(*said[-1])._replace(undealt=undealt)
     return {spec: found[spec] for spec in specs}
 
 

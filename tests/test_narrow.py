@@ -266,8 +266,10 @@ def test_a_question_that_the_table_does_not_ask_ends_no_run(stranger, capsys):
     """No row has such blocks; a process that dies while rows are dealt leaves the table's cases."""
     spec = stranger("case.block_size == 256 and os.kill(os.getpid(), signal.SIGKILL)")
     assert main(["run", "--backend", spec, *ASKED, "--jobs", "1", "--isolate"]) == 0
-    [held] = re.findall(r"^(\d+) claims held, 0 failed", capsys.readouterr().out, re.MULTILINE)
+    out = capsys.readouterr().out
+    [held] = re.findall(r"^(\d+) claims held, 0 failed", out, re.MULTILINE)
     assert 0 < int(held) == len(table(only(block_size=[64], **BF16), presets=["a.x-k2"])) < 24
+    assert f"{spec}: no cases of its own could be dealt: the process died of SIGKILL" in out
 
 
 def test_what_supports_raises_about_what_the_table_does_not_ask_is_told(stranger, capsys):

@@ -208,6 +208,34 @@ def test_a_call_that_waits_has_no_graph(error, device):
     assert device[1] == ["error", 0]
 
 
+@pytest.mark.parametrize("where", ["prepare", "run", "finish", "captured"])
+def test_what_a_plan_leaves_behind_in_the_process_is_put_back(where, monkeypatch):
+    found = set()
+    run, numerics = right(LATENT)
+
+    def disturbing(here, result):
+        if here == where:
+            torch.set_default_dtype(torch.float64)
+        return result
+
+    def prepare(inputs):
+        output = run(inputs)
+        return disturbing(
+            "prepare",
+            Prepared(lambda: disturbing("run", output), lambda result: disturbing("finish", result)),
+        )
+
+    graphs = stand_in(replays=False)
+    monkeypatch.setattr(captured, "_clear", lambda *_: found.add(torch.get_default_dtype()))
+    monkeypatch.setattr(captured, "graph_of", lambda *given: disturbing("captured", graphs(*given)))
+    try:
+        verdict(replace(Mutant("none", LATENT, run, numerics).backend, prepare=prepare))
+        found.add(torch.get_default_dtype())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == {torch.float32}
+
+
 def test_what_is_no_output_is_told():
     prepare = lambda inputs: Prepared(lambda: inputs.ql_nope, lambda output: output)  # noqa: E731
     found = verdict(replace(wrong("key_dropped"), prepare=prepare))

@@ -20,6 +20,7 @@ import torch
 from oracles.compare import worst_of
 from oracles.oracle import Oracle, Raised, Trial, named_tensors, private_copy, storage_bytes
 from oracles.probes import ATTENTION, made, nothing
+from oracles.process_state import kept
 from oracles.rejudge import rejudged
 from oracles.rules.reused_memory import another, overwrite
 from oracles.verdict import Finding
@@ -45,18 +46,18 @@ def _prepared(trial: Trial) -> Finding:
     prepare, memory = trial.backend.prepare, private_copy(trial.inputs)
     if prepare is None:
         return nothing("the backend prepares nothing")
-    prepared = _theirs("prepare", lambda: prepare(memory))
+    prepared = _theirs(trial, lambda: prepare(memory))
     findings = []
     for number in range(RUNS):
-        result = _theirs("prepare", prepared.run)
-        output = _theirs("prepare", partial(prepared.finish, result))
+        result = _theirs(trial, prepared.run)
+        output = _theirs(trial, partial(prepared.finish, result))
         findings.append(_judged(trial, trial.inputs, output, memory, f"prepared, run {number + 1}"))
         _clear(result, memory)
-    graph = graph_of(prepared.run, trial.device)
+    graph = _graph(trial, prepared.run)
     if isinstance(graph, Graph):
         _clear(graph.result, memory)
         graph.replay()
-        output = _theirs("prepare", lambda: prepared.finish(graph.result))
+        output = _theirs(trial, lambda: prepared.finish(graph.result))
         findings.append(_judged(trial, trial.inputs, output, memory, "prepared, and replayed from a graph"))
     return worst_of(findings)
 
@@ -64,7 +65,7 @@ def _prepared(trial: Trial) -> Finding:
 def _replayed(trial: Trial) -> Finding:
     """The call itself, over the memory in which it was captured, with the values of another seed."""
     memory = private_copy(trial.inputs)
-    graph = graph_of(lambda: trial.backend.fn(*memory), trial.device)
+    graph = _graph(trial, lambda: trial.backend.fn(*memory))
     if not isinstance(graph, Graph):
         return nothing(graph)
     other = made(another, trial.case, trial.device)
@@ -81,7 +82,19 @@ def _judged(trial: Trial, inputs: Any, output: Any, memory: Any, what: str) -> F
     return rejudged(trial, inputs, trial.problem.output(*output), memory, trial.run(inputs), what)
 
 
-def _theirs(what: str, do: Callable[[], Any]) -> Any:
+def _theirs(trial: Trial, do: Callable[[], Any]) -> Any:
+    """What a part of a prepared call returns; the process is afterwards as it was. Raises: Raised."""
+    with kept(trial.disturbed):
+        return _blamed("prepare", do)
+
+
+def _graph(trial: Trial, call: Callable[[], Any]) -> Graph | str:
+    """As ``graph_of``; the process is afterwards as it was."""
+    with kept(trial.disturbed):
+        return graph_of(call, trial.device)
+
+
+def _blamed(what: str, do: Callable[[], Any]) -> Any:
     """What ``do`` returns. Raises: Raised, naming whose error it is."""
     try:
         return do()
@@ -97,7 +110,7 @@ def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
         torch.cuda.synchronize()  # inputs are made on another stream
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            _theirs("a call", call)  # what is compiled or allocated once is there from now on
+            _blamed("a call", call)  # what is compiled or allocated once is there from now on
         torch.cuda.synchronize()
         if reason := _why_it_waits(call):
             return f"no graph holds a call that waits for the device: {reason}"

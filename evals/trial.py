@@ -131,7 +131,12 @@ def _is_noise(noise: Any) -> bool:
         numbers = [noise["kv_scale"], *measured.values(), *cost.values()]
     except (KeyError, TypeError):
         return False
-    return all(isinstance(each, str) for each in words) and all(isinstance(n, int | float) for n in numbers)
+    if not all(isinstance(each, str) for each in words):
+        return False
+    if any(kind.count("/") != 1 for kind in noise["noise"]):  # a type and a format
+        return False
+    # An infinite or negative limit is no limit, or one that nothing keeps.
+    return all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers)
 
 
 def limits(noise: Mapping[str, Any], path: AttentionPath) -> dict[str, float] | None:

@@ -49,7 +49,12 @@ def attend(
     cache_format: CacheFormat,
     kv_scale: torch.Tensor,
 ) -> AttentionOutput:
-    """Attention of one layer under a plan; the other arguments are ``LatentAttentionInputs``'s."""
+    """Attention of one layer under a plan; the other arguments are ``LatentAttentionInputs``'s.
+
+    Raises: ValueError for a plan of more rows than the kernel has.
+    """
+    if schedule.lanes != 1:
+        raise ValueError(f"schedule: has {schedule.lanes} lanes of 64 rows, must have 1")
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -180,6 +180,13 @@ KIND = "float32/fp32"
         lambda noise: noise | {"cost": {fmt: {} for fmt in FORMATS}},
         lambda noise: noise | {"cost": noise["cost"] | {KIND: {"mean_kl": 0.0}}},
         lambda noise: noise | {"noise": noise["noise"] | {KIND: dict.fromkeys(noise["noise"][KIND], "x")}},
+        *(
+            lambda noise, n=n: (
+                noise | {"noise": noise["noise"] | {KIND: dict.fromkeys(noise["noise"][KIND], n)}}
+            )
+            for n in (float("inf"), float("nan"), -1.0)
+        ),
+        lambda noise: noise | {"noise": noise["noise"] | {"float32": noise["noise"][KIND]}},
         lambda noise: noise | {"noise": None},
         lambda noise: noise | {"sha256": None},
         *(lambda noise, gone=gone: {key: noise[key] for key in noise if key != gone} for gone in PARTS),

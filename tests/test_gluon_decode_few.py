@@ -13,6 +13,7 @@ from mla_fast import _gluon_decode_few_kernel, _split_schedule, gluon_decode, gl
 from mla_ref.backend import available
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
+from mla_ref.formats import cache_format
 from mla_ref.layout import CacheLayout
 from oracles.verdict import ERROR, FAIL, PASS
 from oracles.verify import judge
@@ -171,3 +172,14 @@ def test_more_rows_are_declined(seed: int) -> None:
     reason = gluon_decode_few.supports(heavy)
     assert reason is not None
     assert "32 rows" in reason
+
+
+def test_a_plan_of_more_rows_is_refused() -> None:
+    nothing = torch.zeros(1, dtype=torch.int32)
+    wide = gluon_decode.Plan(*(nothing,) * 4, parts=66, lanes=2, num_slots=1, chunk=0)
+    query, fmt = torch.zeros(1, 128, 576, dtype=torch.bfloat16), cache_format("fp8_ds_mla")
+    with pytest.raises(ValueError, match=r"^schedule: has 2 lanes of 64 rows, must have 1$"):
+        gluon_decode_few.attend(
+            wide, query[..., :512], query[..., 512:], torch.zeros(1, 64, 656, dtype=torch.uint8),
+            nothing[None], 1.0, fmt, nothing,
+        )  # fmt: skip

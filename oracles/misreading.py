@@ -52,6 +52,7 @@ def misread(
     rows = rows_of(inputs, len(output[0]))
     if rows is None or rows.sees is None or output[0][0].numel() * int(rows.sees.sum()) > MAX_PRODUCTS:
         return ""
+    output = contract.output(*(tensor.detach() for tensor in output))
     if any(bool(tensor.isnan().any()) for tensor in output):
         return ""  # no reading of live memory gives that
 

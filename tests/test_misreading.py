@@ -68,6 +68,16 @@ def test_a_planted_misreading_is_told(says):
     assert verdicts[0].detail.endswith(f"; {says}")
 
 
+def test_an_output_in_a_graph_is_explained_by_its_values():
+    says = "as if softmax_scale were 1, not 0.1443"
+
+    def fn(*given):
+        return AttentionOutput(*(x.requires_grad_(True) for x in reading(READ_AS[says]).fn(*given)))
+
+    [verdict] = judge(Backend("b", "latent_attention", fn, Numerics()), CASE, oracles=["lse"])
+    assert (verdict.status, verdict.pattern.guess) == (FAIL, says)
+
+
 def test_what_is_right_is_not_explained():
     verdicts = judge(reading(lambda x: x), CASE, oracles=["value", "lse"])
     assert [(v.status, v.pattern) for v in verdicts] == [(PASS, None)] * 2

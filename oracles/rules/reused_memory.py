@@ -33,8 +33,9 @@ from oracles.verdict import Finding
 def check(trial: Trial) -> Finding:
     """Run in memory that is given up, in other memory, and there again with the values of another seed."""
     other = made(another, trial.case, trial.device)
-    want, given_up = _in_memory_of_its_own(trial, other)
+    # Before other memory is given up, which would come back under this one's addresses.
     memory = private_copy(trial.inputs)
+    want, given_up = _in_memory_of_its_own(trial, other)
     first = trial.call(memory)
     kept = _alive(given_up)
     given = {storage_bytes(x).data_ptr() for x in named_tensors(memory).values()}

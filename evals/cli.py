@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import Abort, TyperException
 
-from oracles.exits import printable, said, unread
+from oracles.exits import first_line, printable, said, unread
 from oracles.whole_file import write_whole
 
 app = typer.Typer(
@@ -388,7 +388,7 @@ def _device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"device {name!r}: {first_line(error)}") from None
     return name
 
 

@@ -11,6 +11,7 @@ import torch
 from mla_ref.backend import Backend
 from mla_ref.backend import missing as required
 from mla_ref.case import Case
+from oracles.exits import first_line
 from oracles.oracle import Raised
 
 Declined = Callable[[Case], str | None]
@@ -48,8 +49,7 @@ def _answer(question: str, ask: Callable[[], object]) -> str | None:
     except KeyboardInterrupt as error:  # the user's, where this is no worker
         raise KeyboardInterrupt(f"in {question}: {error}") from error
     except BaseException as error:
-        line = (str(error).splitlines() or [""])[0]
-        raise Raised(f"{question} raised {type(error).__name__}: {line}") from error
+        raise Raised(f"{question} raised {type(error).__name__}: {first_line(error)}") from error
     if answer is None or (isinstance(answer, str) and answer):
         return answer
     what = "an empty reason" if answer == "" else type(answer).__name__

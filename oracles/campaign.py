@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from mla_ref.case import Case
 from oracles.asked import Declined, told_later
 from oracles.coverage import NothingFound, draw
-from oracles.exits import WorkersError
+from oracles.exits import WorkersError, first_line
 from oracles.matrix import Job
 from oracles.pool import IMPORT_SECONDS, Part, judge_in, judge_job, judges
 from oracles.run_directory import Failure, Journal, Record, RunDirectory
@@ -39,7 +39,6 @@ from oracles.worker import (
     Replace,
     Say,
     Task,
-    one_line,
 )
 
 # Cases of one drawing, and how many of a backend are to wait for each worker.
@@ -342,7 +341,7 @@ def drawn(argument: Mapping[str, Any], say: Say) -> None:
             say(ITEM, str(error))
             return
         except MemoryError as error:
-            raise Replace(f"no memory to draw in: {one_line(error)}") from None
+            raise Replace(f"no memory to draw in: {first_line(error)}") from None
         say(STEP, DRAWING)
         say(ITEM, json.loads(case.to_json()))
 
@@ -385,7 +384,7 @@ def shrunk(argument: Mapping[str, Any], say: Say) -> None:
         try:
             smallest(verdict.case, lambda case: fails(judge_job, case))
         except MemoryError as error:
-            raise Replace(f"no memory to make it small in: {one_line(error)}") from None
+            raise Replace(f"no memory to make it small in: {first_line(error)}") from None
         return
     with judges(1, verdict.device, limits) as pool:
         smallest(verdict.case, lambda case: fails(lambda job: next(judge_in(pool, [job]))[1], case))

@@ -27,6 +27,7 @@ from oracles.adapter_text import BOTTOM_RIGHT, NUMERICS, ORDERS, TOP_LEFT, UNMAS
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.call_spec import Spec
 from oracles.compare import identical, within
+from oracles.exits import first_line
 from oracles.oracle import private_copy, storage_bytes
 from oracles.verdict import BROKEN, HELD, NOT_RUN
 from oracles.verify import judge
@@ -195,7 +196,7 @@ def call_on(manner: Manner, inputs: Any, function: str) -> Any:
         if manner.device == "cuda":
             torch.cuda.synchronize()
     except Exception as error:
-        line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        line = f"{type(error).__name__}: {first_line(error)}"
         if "CUDA error" in str(error):
             raise Died(line) from None
         raise Refused(line) from None

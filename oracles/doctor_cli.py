@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from rich.table import Table
 
 from oracles.console import cell, to_stdout, write
+from oracles.exits import first_line
 from oracles.verify import BACKEND_PACKAGES
 
 PROJECT = "mla-verify"
@@ -185,7 +186,7 @@ def report(device: str, packages: Sequence[str] = BACKEND_PACKAGES) -> dict[str,
             reason = backend.requires(device)
             found[name] = [MISSING, reason] if reason else [OK, backend.problem]
         except Exception as error:
-            found[name] = [BROKEN, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"]
+            found[name] = [BROKEN, f"{type(error).__name__}: {first_line(error)}"]
     return found
 
 

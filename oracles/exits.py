@@ -26,6 +26,11 @@ def said(error: Exception) -> str:
     return str(error)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).splitlines() or [""])[0]
+
+
 def unread() -> int:
     """Nobody reads what is printed, as after ``| head``: say no more, at the end of the process either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

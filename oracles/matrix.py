@@ -34,6 +34,7 @@ from mla_ref.layout import CacheLayout
 from mla_ref.layout_algebra import KV_ORDERS
 from mla_ref.problem import Problem
 from mla_ref.problem import problem as find_problem
+from oracles.exits import first_line
 from oracles.oracle import rules
 from oracles.verify import find_backend, oracles_for
 
@@ -435,8 +436,9 @@ def _try_to_make(contract: Problem, case: Case) -> None:
     try:
         contract.materialize(case, torch.device("cpu"))
     except (RuntimeError, MemoryError, OverflowError) as error:
-        message = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"case: its inputs cannot be made: {type(error).__name__}: {message}") from None
+        raise ValueError(
+            f"case: its inputs cannot be made: {type(error).__name__}: {first_line(error)}"
+        ) from None
 
 
 def load(spec: str) -> Backend:
@@ -446,5 +448,6 @@ def load(spec: str) -> Backend:
     except ValueError:
         raise
     except (Exception, SystemExit) as error:
-        message = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"backend {spec!r}: its import raised {type(error).__name__}: {message}") from error
+        raise ValueError(
+            f"backend {spec!r}: its import raised {type(error).__name__}: {first_line(error)}"
+        ) from error

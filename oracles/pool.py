@@ -24,6 +24,7 @@ from mla_ref.case import Case
 from mla_ref.problem import problems
 from oracles import kernel_keys
 from oracles.asked import Declined, missing, told_later
+from oracles.exits import first_line
 from oracles.matrix import Job, load, trials
 from oracles.narrow import Dealing, own_cases_of
 from oracles.oracle import Raised, rules
@@ -45,7 +46,6 @@ from oracles.worker import (
     Replace,
     Say,
     Task,
-    one_line,
 )
 
 STATUS = {CRASHED: CRASH, TIMED_OUT: TIMEOUT, RAISED: ERROR}
@@ -238,7 +238,7 @@ def _blamed(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.name}, {Path(place.filename).name}:{place.lineno}"
-        raise InTheJudge(f"{type(error).__name__} in {where}: {one_line(error)}") from error
+        raise InTheJudge(f"{type(error).__name__} in {where}: {first_line(error)}") from error
 
 
 def _job(argument: Mapping[str, Any]) -> Job:
@@ -268,7 +268,7 @@ def why_lost(device: str) -> str | None:
     try:
         torch.ones(1, device=device).item()
     except RuntimeError as error:
-        return f"the CUDA context is lost: {one_line(error)}"
+        return f"the CUDA context is lost: {first_line(error)}"
     return None
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from oracles.exits import WorkersError
+from oracles.exits import WorkersError, first_line
 from oracles.pool import judges
-from oracles.worker import CRASHED, MAX_STARTS, START_SECONDS, Limits, Outcome, Task, one_line
+from oracles.worker import CRASHED, MAX_STARTS, START_SECONDS, Limits, Outcome, Task
 
 WAIT = 0.1
 
@@ -113,7 +113,7 @@ class RayEngine:
             except self.ray.exceptions.RayError as error:
                 del self.actors[slot]
                 if died:
-                    found.append(Outcome(task, [], CRASHED, f"its Ray actor died twice: {one_line(error)}"))
+                    found.append(Outcome(task, [], CRASHED, f"its Ray actor died twice: {first_line(error)}"))
                 else:
                     self.again.append((task, True))
         return found
@@ -123,7 +123,7 @@ class RayEngine:
         del self.actors[slot]
         self.failures += 1
         if self.failures >= MAX_STARTS * self.size:
-            raise WorkersError(f"Ray actors do not work: {one_line(error)}")
+            raise WorkersError(f"Ray actors do not work: {first_line(error)}")
 
 
 @contextmanager

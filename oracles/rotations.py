@@ -18,6 +18,7 @@ from mla_ref.values import bell, integers
 from oracles.bounds import ADMISSIBLE
 from oracles.conventions import Answer, Fit, compared, tensors_in, verdict
 from oracles.exact import angles, pairs, unpaired
+from oracles.exits import first_line
 
 TOKENS, HEADS, CHANNELS = 7, 3, 32
 ROPE = RopeConfig(theta=10000.0)
@@ -95,7 +96,7 @@ def probe_rotation(fn: Callable[..., Any], device: str = "cpu") -> list[Answer]:
         try:
             result = fn(**given)
         except Exception as error:
-            refused = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            refused = f"{type(error).__name__}: {first_line(error)}"
             continue
         for _, tensor in tensors_in(result)[:1]:
             fits += _fits(tensor, texts, wanted)

@@ -18,6 +18,7 @@ from mla_ref.problem import Problem, problem
 from oracles.asked import declined, missing
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.compare import why_not_comparable
+from oracles.exits import first_line
 from oracles.mirror import Mirror
 from oracles.misreading import misread
 from oracles.oracle import Oracle, Raised, Trial, private_copy, rules
@@ -60,7 +61,7 @@ def find_backend(spec: str) -> Backend:
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"backend {spec!r}: cannot import {module!r}: {_line(error)}") from None
+        raise ValueError(f"backend {spec!r}: cannot import {module!r}: {first_line(error)}") from None
     if found is None:
         raise ValueError(f"backend {spec!r}: {module} has no {attribute}")
     if not isinstance(found, Backend):
@@ -91,7 +92,7 @@ def use_device(device: str) -> None:
     try:
         found = torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"{device!r}: {_line(error)}") from None
+        raise ValueError(f"{device!r}: {first_line(error)}") from None
     if found.is_meta:
         raise ValueError(f"{device!r}: holds no values")
     if torch.device(device).type == "cpu":
@@ -390,7 +391,7 @@ def _own(contract: Problem, output: Any) -> Any:
 
 def _raised(error: BaseException, contract: Problem) -> str:
     """What an implementation raised, and the last line of its own that it passed, or how it was called."""
-    line = _line(error)
+    line = first_line(error)
     what = f"{type(error).__name__}: {line}" if line else type(error).__name__
     for frame, at in reversed([*traceback.walk_tb(error.__traceback__)]):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THEIRS:
@@ -399,8 +400,3 @@ def _raised(error: BaseException, contract: Problem) -> str:
     if isinstance(error, TypeError) and never_entered:
         return f"{what}; it is called with {', '.join(signature(contract.inputs).parameters)}"
     return what
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from oracles.exits import WorkersError
+from oracles.exits import WorkersError, first_line
 
 # The first word of a message: a step restarts the clock, an item is just said. A step that says how many
 # seconds it needs, under this name, is given as many even where the limit is lower.
@@ -129,10 +129,10 @@ def serve(descriptor: int, parent: int) -> None:
                 _refuse_beyond(memory)
             say(DONE, "")
         except Replace as error:
-            say(REPLACED, one_line(error))
+            say(REPLACED, first_line(error))
             break
         except BaseException as error:
-            say(RAISED, f"{type(error).__name__}: {one_line(error)}")
+            say(RAISED, f"{type(error).__name__}: {first_line(error)}")
             break
 
 
@@ -157,11 +157,6 @@ def _refuse_beyond(memory: int) -> None:
     resource.setrlimit(
         resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
     )
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]
 
 
 @dataclass

@@ -38,6 +38,7 @@ from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.problem import problem
 from oracles.asked import declined, missing
+from oracles.exits import first_line
 from oracles.matrix import load
 from oracles.memory import ran_out
 from oracles.oracle import Raised, private_copy
@@ -504,4 +505,4 @@ def _result(entrant: Contestant) -> dict[str, Any]:
 
 def _line(error: BaseException) -> str:
     """The type and first line of an error."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"

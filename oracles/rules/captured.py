@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from oracles.compare import worst_of
+from oracles.exits import first_line
 from oracles.oracle import Oracle, Raised, Trial, named_tensors, private_copy, storage_bytes
 from oracles.probes import ATTENTION, made, nothing
 from oracles.process_state import kept
@@ -99,7 +100,7 @@ def _blamed(what: str, do: Callable[[], Any]) -> Any:
     try:
         return do()
     except (Exception, SystemExit) as error:
-        raise Raised(f"{what} raised {type(error).__name__}: {_line(error)}") from error
+        raise Raised(f"{what} raised {type(error).__name__}: {first_line(error)}") from error
 
 
 def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
@@ -120,7 +121,7 @@ def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 result = call()
         except (Exception, SystemExit) as error:
-            return f"it cannot be captured: {_line(error)}"
+            return f"it cannot be captured: {first_line(error)}"
 
     def replay() -> None:
         graph.replay()
@@ -138,15 +139,10 @@ def _why_it_waits(call: Callable[[], Any]) -> str:
         try:
             call()
         except (Exception, SystemExit) as error:
-            return _line(error) or type(error).__name__
+            return first_line(error) or type(error).__name__
         finally:
             torch.cuda.set_sync_debug_mode(mode)
     return ""
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]
 
 
 def _clear(result: Any, memory: Any) -> None:

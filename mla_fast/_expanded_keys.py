@@ -7,6 +7,7 @@ import torch
 
 from mla_fast.chunked_sdpa import float32_sums
 from mla_fast.triton_cache_gather import gather_into
+from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
 from mla_ref.problems.attention import AttentionInputs
 from mla_ref.rows import compute_dtype, keys, requests
@@ -23,6 +24,18 @@ class Packed(NamedTuple):
     value: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_seqlen_k: int
+
+
+def why_not_packed(case: Case, library: str, fits: bool, widths: str) -> str | None:
+    """Why a library that takes these widths, of bf16 or fp16, cannot attend over packed keys; or None."""
+    if not case.q_lens:
+        return "a batch without requests has nothing to pack"
+    if not fits:
+        x, v = case.config.qk_head_dim, case.config.v_head_dim
+        return f"x={x}, v={v}; {library} takes {widths}"
+    if case.dtype not in ("bfloat16", "float16"):
+        return f"{case.dtype} queries; {library} takes bf16 or fp16"
+    return None
 
 
 def packed(

@@ -25,8 +25,13 @@ def why_not(name: str, *members: str) -> str | None:
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and _is_or_holds(error.name, name):
             return f"{name} is not installed"
-        return f"{name} does not load: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return does_not_load(name, error)
     return f"{name} has no {', '.join(lacking)}" if lacking else None
+
+
+def does_not_load(name: str, error: BaseException) -> str:
+    """The reason that an error is, in one line."""
+    return f"{name} does not load: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _is_or_holds(package: str, name: str) -> bool:

@@ -13,7 +13,7 @@ import importlib
 
 import torch
 
-from mla_fast._expanded_keys import Packed, packed, planned
+from mla_fast._expanded_keys import Packed, packed, planned, why_not_packed
 from mla_fast.flash_attn_3 import CONTIGUOUS, NUMERICS, installed, requires
 from mla_fast.flash_attn_3_paged import UNEQUAL
 from mla_ref.backend import Backend, Prepared
@@ -26,13 +26,11 @@ from mla_ref.problems.attention import PROBLEM, AttentionInputs
 
 def supports(case: Case) -> str | None:
     """Some requests, and widths that its kernels have, in a type that the installed module is built with."""
-    if not case.q_lens:
-        return "a batch without requests has nothing to pack"
     x, v = case.config.qk_head_dim, case.config.v_head_dim
-    if x % 8 or v % 8 or x > 256 or (x != v and (x, v) != UNEQUAL):
-        return f"x={x}, v={v}; FlashAttention-3 takes equal multiples of 8 up to 256, or {UNEQUAL}"
-    if case.dtype not in ("bfloat16", "float16"):
-        return f"{case.dtype} queries; FlashAttention-3 takes bf16 or fp16"
+    fits = x % 8 == v % 8 == 0 and x <= 256 and (x == v or (x, v) == UNEQUAL)
+    widths = f"equal multiples of 8 up to 256, or {UNEQUAL}"
+    if reason := why_not_packed(case, "FlashAttention-3", fits, widths):
+        return reason
     if installed() == CONTIGUOUS and case.dtype == "float16":
         return f"{CONTIGUOUS} is built without float16"
     return None

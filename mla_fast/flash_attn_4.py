@@ -13,7 +13,7 @@ import importlib
 
 import torch
 
-from mla_fast._expanded_keys import packed
+from mla_fast._expanded_keys import packed, why_not_packed
 from mla_fast._installed import why_not
 from mla_ref.backend import Backend
 from mla_ref.case import Case
@@ -36,14 +36,9 @@ def requires(device: str) -> str | None:
 
 def supports(case: Case) -> str | None:
     """Some requests, and widths and types that its kernels have."""
-    if not case.q_lens:
-        return "a batch without requests has nothing to pack"
     x, v = case.config.qk_head_dim, case.config.v_head_dim
-    if x % 8 or v % 8 or max(x, v) > 256:
-        return f"x={x}, v={v}; FlashAttention-4 takes multiples of 8 up to 256"
-    if case.dtype not in ("bfloat16", "float16"):
-        return f"{case.dtype} queries; FlashAttention-4 takes bf16 or fp16"
-    return None
+    fits = x % 8 == v % 8 == 0 and max(x, v) <= 256
+    return why_not_packed(case, "FlashAttention-4", fits, "multiples of 8 up to 256")
 
 
 @implements(PROBLEM, values=False)

@@ -24,6 +24,7 @@ from mla_fast.gluon_decode import (
     requires,
     why_not_placed,
 )
+from mla_fast.gluon_decode_fp8 import TILED, check_read, why_not_read
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
@@ -31,7 +32,6 @@ from mla_ref.numerics import EXACT, INPUT, Numerics
 from mla_ref.problem import AttentionOutput, implements
 from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
 
-TILED = {"fp8_ds_mla": True, "fp8_ds_mla_pow2": True, "fp8_e4m3": False}
 MOST_ROWS = 16  # of a request
 KEYS = 64  # of a block
 HALVES = 2  # of a block's keys, whose outputs are merged
@@ -98,11 +98,7 @@ def attend(
 
 def _ready(inputs: LatentAttentionInputs, batch_invariant: bool = False) -> Callable[[], AttentionOutput]:
     query, fmt = inputs.ql_nope, inputs.cache_format
-    if fmt.name not in TILED or query.dtype != torch.bfloat16:
-        raise ValueError(
-            f"kv_cache: {fmt.name} with {query.dtype} queries, must be one of "
-            f"{', '.join(TILED)} with torch.bfloat16"
-        )
+    check_read(fmt, query)
     if inputs.max_seqlen_q * query.shape[1] > MOST_ROWS:
         raise ValueError(
             f"ql_nope: {inputs.max_seqlen_q} tokens of {query.shape[1]} heads a request, must be at most "
@@ -174,13 +170,8 @@ def prepare(inputs: LatentAttentionInputs) -> Prepared:
 
 def supports(case: Case) -> str | None:
     """One width, bfloat16 queries, an fp8 format, few rows, whole boxes and aligned strides."""
-    dims = case.config.kv_lora_rank, case.config.qk_rope_head_dim
-    if dims != (LATENT, ROPE):
-        return f"{dims[0]} latent and {dims[1]} rope channels, needs {LATENT} and {ROPE}"
-    if case.cache_format not in TILED:
-        return f"{case.cache_format} cache, needs one of {', '.join(TILED)}"
-    if case.dtype != "bfloat16":
-        return f"{case.dtype} queries, needs bfloat16"
+    if reason := why_not_read(case):
+        return reason
     rows = max(case.q_lens, default=0) * case.config.num_heads
     if rows > MOST_ROWS:
         return f"{rows} rows a request, needs at most {MOST_ROWS}"

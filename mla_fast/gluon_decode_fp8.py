@@ -88,13 +88,18 @@ def attend(
     return merged(schedule, results)
 
 
-def _ready(inputs: LatentAttentionInputs, batch_invariant: bool = False) -> Callable[[], AttentionOutput]:
-    query, fmt = inputs.ql_nope, inputs.cache_format
-    if fmt.name not in TILED or query.dtype != torch.bfloat16:
+def check_read(cache_format: CacheFormat, query: torch.Tensor) -> None:
+    """Raises: ValueError for a format or type of query that kernels over an fp8 cache do not read."""
+    if cache_format.name not in TILED or query.dtype != torch.bfloat16:
         raise ValueError(
-            f"kv_cache: {fmt.name} with {query.dtype} queries, must be one of "
+            f"kv_cache: {cache_format.name} with {query.dtype} queries, must be one of "
             f"{', '.join(TILED)} with torch.bfloat16"
         )
+
+
+def _ready(inputs: LatentAttentionInputs, batch_invariant: bool = False) -> Callable[[], AttentionOutput]:
+    query, fmt = inputs.ql_nope, inputs.cache_format
+    check_read(fmt, query)
 
     def layer(schedule: Plan) -> AttentionOutput:
         return attend(
@@ -161,6 +166,11 @@ def prepare(inputs: LatentAttentionInputs) -> Prepared:
 
 def supports(case: Case) -> str | None:
     """One width, bfloat16 queries, an fp8 format, whole boxes and aligned strides."""
+    return why_not_read(case) or why_not_placed(case)
+
+
+def why_not_read(case: Case) -> str | None:
+    """Why a case has another width, format or type than kernels over an fp8 cache; or None."""
     dims = case.config.kv_lora_rank, case.config.qk_rope_head_dim
     if dims != (LATENT, ROPE):
         return f"{dims[0]} latent and {dims[1]} rope channels, needs {LATENT} and {ROPE}"
@@ -168,7 +178,7 @@ def supports(case: Case) -> str | None:
         return f"{case.cache_format} cache, needs one of {', '.join(TILED)}"
     if case.dtype != "bfloat16":
         return f"{case.dtype} queries, needs bfloat16"
-    return why_not_placed(case)
+    return None
 
 
 BACKEND = Backend(

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from mla_fast._expanded_keys import Packed, packed, planned
+from mla_fast._expanded_keys import Packed, packed, planned, why_not_packed
+from mla_fast._installed import does_not_load
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
@@ -32,20 +33,15 @@ def requires(device: str) -> str | None:
     try:
         version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     except Exception as error:  # as torch raises for another cuDNN than it was built with
-        return f"cuDNN does not load: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return does_not_load("cuDNN", error)
     return None if version else "torch was built without cuDNN"
 
 
 def supports(case: Case) -> str | None:
     """Some requests, and widths and types that cuDNN has."""
-    if not case.q_lens:
-        return "a batch without requests has nothing to pack"
     x, v = case.config.qk_head_dim, case.config.v_head_dim
-    if x % 8 or v % 8 or max(x, v) > 256:
-        return f"x={x}, v={v}; cuDNN takes multiples of 8 up to 256"
-    if case.dtype not in ("bfloat16", "float16"):
-        return f"{case.dtype} queries; cuDNN takes bf16 or fp16"
-    return None
+    fits = x % 8 == v % 8 == 0 and max(x, v) <= 256
+    return why_not_packed(case, "cuDNN", fits, "multiples of 8 up to 256")
 
 
 @implements(PROBLEM, values=False)

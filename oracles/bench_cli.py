@@ -4,9 +4,6 @@ import importlib
 
 import typer
 
-# Every word is read by the race's own parser.
-CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-
 
 def bench(context: typer.Context) -> int:
     """Time backends on the same inputs in turns, each under the judge at the shape that is timed.

@@ -1,4 +1,4 @@
-"""Every command: it parses, calls the judge, and prints.
+"""``mla-verify run``, ``replay``, ``show`` and ``list``: they parse, call the judge, and print.
 
 Exit codes: 0 every claim held; 1 one failed, or a required backend did not run; 2 usage; 3 nothing ran, or
 the judge itself does not work.
@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -26,20 +25,9 @@ from mla_ref.presets import preset as find_preset
 from mla_ref.problem import problem as find_problem
 from mla_ref.problem import problems
 from mla_ref.recording import served
-from oracles import (
-    bench_cli,
-    doctor_cli,
-    fuzz_cli,
-    gate_cli,
-    mutants_cli,
-    plan_cli,
-    probe_cli,
-    record_cli,
-    report_cli,
-)
+from oracles import fuzz_cli
 from oracles.console import (
     GROUPINGS,
-    cell,
     describe,
     distinct,
     label,
@@ -49,8 +37,6 @@ from oracles.console import (
     one_line,
     python_code,
     summary,
-    to_stdout,
-    write,
 )
 from oracles.exits import FAILED, NOTHING_RAN, OK, UsageError, said
 from oracles.junit import to_junit
@@ -60,6 +46,7 @@ from oracles.narrow import Dealing
 from oracles.pool import described, judge_all, own_of, sources_of
 from oracles.run_directory import Journal, manifest_of, open_run, record_of
 from oracles.tables import TABLES
+from oracles.terminal import cell, to_stdout, write
 from oracles.verdict import BROKEN, CRASH, HELD, NOT_RUN, TIMEOUT, Verdict
 from oracles.verify import backends, use_device
 from oracles.worker import Limits, share_of_memory
@@ -67,13 +54,6 @@ from oracles.worker import Limits, share_of_memory
 MAX_FAILURES = 10
 PATIENCE = "10m"
 LISTED = ("problems", "backends", "formats", "presets", "oracles", "regimes")
-
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Hold implementations of multi-head latent attention to the truth.",
-)
 
 Names = list[str] | None
 Device = Annotated[str, typer.Option(help="Where implementations run: cpu, cuda, cuda:1 …")]
@@ -91,21 +71,6 @@ def _typed_by_user() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise UsageError(said(error)) from None
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        write(to_stdout(), f"mla-verify {version('mla-verify')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """What may stand before a command."""
 
 
 def list_command(
@@ -386,22 +351,3 @@ def _close(console: Console, verdicts: Sequence[Verdict], required: Sequence[str
     if broken or not ran.issuperset(required):
         return FAILED
     return OK if ran else NOTHING_RAN
-
-
-# In the order in which they are listed, each in as many words as a line of the list takes.
-for _name, _function, _context, _short in (
-    ("run", run, {}, "Judge backends on the conformance matrix."),
-    ("fuzz", fuzz_cli.fuzz, {}, "Judge backends on drawn cases; make small what fails."),
-    ("replay", replay, {}, "Judge one backend on one case again."),
-    ("show", show, {}, "Show one verdict, and how to see it again."),
-    ("report", report_cli.report, {}, "Write a run as one page of HTML, or its counts."),
-    ("probe", probe_cli.probe, {}, "Find out how an unknown kernel is called; write its adapter."),
-    ("record", record_cli.record_command, {}, "Store what a model's attention is given, as cases."),
-    ("bench", bench_cli.bench, bench_cli.CONTEXT, "Time backends beside their verdicts."),
-    ("mutants", mutants_cli.mutants, {}, "Try what is wrong on purpose: which claim kills it."),
-    ("gate", gate_cli.gate, gate_cli.CONTEXT, "Compare two lm_eval runs, question by question."),
-    ("plan", plan_cli.plan, plan_cli.CONTEXT, "How many tokens fit in a GPU's memory."),
-    ("list", list_command, {}, "Show what there is, and why a backend cannot run here."),
-    ("doctor", doctor_cli.doctor, {}, "Explain this machine: libraries, devices, known traps."),
-):
-    app.command(_name, context_settings=_context, short_help=_short)(_function)

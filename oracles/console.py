@@ -5,20 +5,18 @@ Names, messages and verdicts are those of strangers: what is printed passes thro
 
 import re
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
 from oracles.compare import wanted
-from oracles.exits import printable
 from oracles.shrink import oddities
+from oracles.terminal import cell
 from oracles.verdict import BROKEN, ERROR, FAIL, HELD, NOT_RUN, Verdict
 from oracles.verify import DEFAULT, oracles_for
 
@@ -36,22 +34,6 @@ GROUPINGS: dict[str, Callable[[Verdict], str]] = {
     "format": lambda v: f"{v.case.problem} {v.case.cache_format}",
     "oracle": lambda v: f"{v.case.problem} {v.oracle}",
 }
-
-
-def to_stdout() -> Console:
-    """Where commands print their results: as wide as the terminal if that is one."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-def write(console: Console, *lines: str) -> None:
-    """Print lines as they are: no markup, no emoji, and no wrapping, so that each can be pasted."""
-    for line in lines:
-        console.print(printable(line), markup=False, emoji=False, soft_wrap=True)
-
-
-def cell(text: str) -> Text:
-    """What stands in a table."""
-    return Text(printable(text))
 
 
 def groups(verdicts: Iterable[Verdict], by: str) -> dict[tuple[str, str], list[Verdict]]:

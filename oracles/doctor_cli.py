@@ -24,9 +24,9 @@ import typer
 from packaging.requirements import Requirement
 from rich.table import Table
 
-from oracles.console import cell, to_stdout, write
 from oracles.exits import first_line
-from oracles.verify import BACKEND_PACKAGES
+from oracles.sources import BACKEND_PACKAGES
+from oracles.terminal import cell, to_stdout, write
 
 PROJECT = "mla-verify"
 OK, MISSING, BROKEN = "ok", "missing", "broken"

@@ -22,17 +22,7 @@ from rich.text import Text
 from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
 from oracles.campaign import Plan, campaign, known
-from oracles.console import (
-    cell,
-    describe,
-    group_of,
-    label,
-    left_out,
-    more_kinds,
-    python_code,
-    to_stdout,
-    write,
-)
+from oracles.console import describe, group_of, label, left_out, more_kinds, python_code
 from oracles.corpus import Entry, read
 from oracles.exits import INTERRUPTED, UsageError, said
 from oracles.oracle import rules
@@ -41,6 +31,7 @@ from oracles.pool import describe_all, judges, sources_of
 from oracles.ray_engine import ray_engine
 from oracles.run_directory import Failure, manifest_of, open_run
 from oracles.tally import Count, Tally
+from oracles.terminal import cell, to_stdout, write
 from oracles.verdict import Verdict
 from oracles.verify import backends, oracles_for, use_device
 from oracles.worker import Engine, Limits, share_of_memory

@@ -7,9 +7,6 @@ from typer.exceptions import TyperException
 
 from oracles.exits import NOTHING_RAN, complain
 
-# Every word is read by the gate's own parser.
-CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-
 MISSING = "needs scipy and more: pip install 'mla-verify[evals]'"
 
 

@@ -23,9 +23,6 @@ from mla_ref.layout import CacheLayout
 from mla_ref.presets import preset as find_preset
 from oracles.exits import UsageError, said
 
-# Every word is read by ``_parse``, once for each setting.
-CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-
 # Bytes that torch reports for a whole card: vLLM's logs in its pull request 12126; for an H200 the one total
 # that explains both sums printed in 12639 at a utilisation of 0.9.
 GPUS = {"h100-80gb": Fraction("79.22") * GIB, "h200": Fraction("139.81") * GIB}

@@ -28,9 +28,9 @@ from oracles.exits import first_line
 from oracles.matrix import Job, load, trials
 from oracles.narrow import Dealing, own_cases_of
 from oracles.oracle import Raised, rules
-from oracles.sources import digest_of
+from oracles.sources import BACKEND_PACKAGES, digest_of
 from oracles.verdict import CRASH, ERROR, TIMEOUT, Verdict
-from oracles.verify import BACKEND_PACKAGES, DEFAULT, find_backend, judgements, use_device
+from oracles.verify import DEFAULT, find_backend, judgements, use_device
 from oracles.worker import (
     CRASHED,
     DONE,

@@ -14,10 +14,10 @@ import typer
 
 from oracles.adapter_text import Manner, source
 from oracles.call_spec import DECIDED, ROLES, Spec, specs
-from oracles.console import to_stdout, write
 from oracles.conventions import QUESTIONS, Answer, Bench, Died, Geometry, first_contact, put
 from oracles.exits import UsageError, said
 from oracles.rotations import probe_rotation, rotates
+from oracles.terminal import to_stdout, write
 from oracles.verify import named_module
 
 UNANSWERED = 1

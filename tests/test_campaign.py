@@ -20,13 +20,13 @@ from mla_ref.presets import PRESETS
 from oracles import campaign as campaign_module
 from oracles.campaign import Plan, campaign, drawn, known, shrunk
 from oracles.command import main
-from oracles.console import to_stdout
 from oracles.corpus import read as corpus_entries
 from oracles.coverage import draw
 from oracles.fuzz_cli import at_most, budget_of, duration, memory_size, summarise
 from oracles.pool import judge_job, judged
 from oracles.run_directory import VERDICTS, RunDirectory, manifest_of, open_run
 from oracles.tally import Count, Tally, kind_of
+from oracles.terminal import to_stdout
 from oracles.verdict import BROKEN, CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict, Worst
 from oracles.verify import judge
 from oracles.worker import (

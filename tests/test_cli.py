@@ -21,11 +21,12 @@ from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from mla_ref.values import REGIMES
 from oracles.claims import Claim, Selection, outcome_of
-from oracles.command import main
-from oracles.console import describe, distinct, summary, to_stdout, write
+from oracles.command import COMMANDS, main
+from oracles.console import describe, distinct, summary
 from oracles.exits import WorkersError, printable
 from oracles.matrix import OF_ONE_RUN, STAGES, Job, jobs_of, matrix, trials, whose_turn
 from oracles.oracle import rules
+from oracles.terminal import to_stdout, write
 from oracles.verdict import FAIL, PASS, Pattern, Verdict, Worst
 from oracles.verify import backends, judge
 
@@ -98,6 +99,29 @@ def test_help_says_of_each_command_in_whole_words_what_it_does(capsys):
     out = capsys.readouterr().out
     assert "  run      Judge backends on the conformance matrix.\n" in out
     assert out.count("...") == 1  # of arguments
+
+
+def test_what_needs_no_torch_answers_without_it():
+    """Where it is broken, too: that is when ``doctor`` is asked."""
+    code = (
+        "import sys; sys.modules['torch'] = None; from oracles.command import main\n"
+        "codes = [main(words.split()) for words in ('', '--help', '--version', 'rnu', 'doctor --help')]\n"
+        "import oracles.gate_cli; sys.exit(codes != [0, 0, 0, 2, 0])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "mla-verify: No such command 'rnu'. Did you mean 'run'?\n")
+    assert "Explain this machine" in ran.stdout
+
+
+def test_every_command_is_the_one_of_its_name(capsys):
+    """Which its help shows; three have a parser of their own."""
+    for name, command in COMMANDS.items():
+        if not command.own_parser:
+            assert main([name, "--help"]) == 0
+            out = capsys.readouterr().out
+            assert f"Usage: mla-verify {name} [OPTIONS]" in out
+            module, _, function = command.function.partition(":")
+            assert getattr(sys.modules[module], function).__doc__[:40] in out
 
 
 def test_list_says_why_a_backend_is_unavailable(capsys):

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from oracles.console import cell
 from oracles.exits import printable
+from oracles.terminal import cell
 from oracles.verdict import BROKEN, PASS
 
 if TYPE_CHECKING:

@@ -49,10 +49,7 @@ def dies(*given):
     import os
     os._exit(7)
 
-def one_key(case):
-    return None if case.kv_lens == (1,) else "more than one key"
-
-DEADLY = Backend("deadly", "latent_attention", dies, supports=one_key)
+DEADLY = Backend("deadly", "latent_attention", dies)
 RIGHT = Backend("right", "latent_attention", decode_but(0), Numerics(), supports=narrow)
 WRONG = Backend("wrong", "latent_attention", decode_but(1), Numerics(), supports=narrow)
 GPU = Backend("gpu", "latent_attention", decode_but(0), requires=gpu)
@@ -403,18 +400,28 @@ def test_drawn_cases_are_a_stage_of_their_own_and_their_failures_are_made_small(
     assert re.search(r"^  case  latent_attention plain h=1 q=1 kv=1 bfloat16 bf16", out, re.MULTILINE)
 
 
+CONFIG = '{"name":"m","hidden_size":8,"num_heads":2,"q_lora_rank":null,"kv_lora_rank":16,'
+CONFIG += '"qk_nope_head_dim":8,"qk_rope_head_dim":8,"v_head_dim":8}'
+CASE = f'{{"problem":"latent_attention","config":{CONFIG},"q_lens":[1],"kv_lens":[9]}}'
+
+
 def test_given_cases_are_a_stage_of_their_own(project):
-    config = '{"name":"m","hidden_size":8,"num_heads":2,"q_lora_rank":null,"kv_lora_rank":16,'
-    config += '"qk_nope_head_dim":8,"qk_rope_head_dim":8,"v_head_dim":8}'
-    case = f'{{"problem":"latent_attention","config":{config},"q_lens":[1],"kv_lens":[9]}}'
-    project.path.joinpath("case.json").write_text(case, encoding="utf-8")
+    project.path.joinpath("case.json").write_text(CASE, encoding="utf-8")
     for backend, outcome in (("RIGHT", "passed"), ("WRONG", "failed")):
         words = [f"--mla-backend=my_kernel:{backend}", *SMALL, "--mla-case=case.json", "-k", "given"]
         assert chosen(run(project, *words)) == {outcome: 2}
 
 
 def test_a_kernel_that_ends_its_process_is_a_failure(project):
-    words = ["--mla-backend=my_kernel:DEADLY", *SMALL, "--mla-timeout=60s", "-k", "decode"]
+    project.path.joinpath("case.json").write_text(CASE, encoding="utf-8")
+    words = [
+        "--mla-backend=my_kernel:DEADLY",
+        *SMALL,
+        "--mla-timeout=60s",
+        "--mla-case=case.json",
+        "-k",
+        "given",
+    ]
     result = run(project, *words)
     assert chosen(result) == {"failed": 1, "skipped": 1}
     out = result.stdout.str()

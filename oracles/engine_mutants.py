@@ -18,6 +18,7 @@ from mla_ref.cache_gather import cache_gather
 from mla_ref.cache_write import cache_write
 from mla_ref.capacity import cache_capacity
 from mla_ref.case import Case
+from mla_ref.frequencies import inv_freq
 from mla_ref.layer import layer_around
 from mla_ref.layout import CacheLayout
 from mla_ref.merge_states import merge_states
@@ -26,7 +27,7 @@ from mla_ref.paged_attention import paged_attention
 from mla_ref.problem import AttentionOutput
 from mla_ref.problems.cache_capacity import CacheCapacityOutput
 from mla_ref.problems.cache_write import CacheWriteOutput
-from mla_ref.rope import inv_freq, rotate
+from mla_ref.rope import rotate
 from mla_ref.rows import Request
 from oracles.mutants import (
     CAPACITY,

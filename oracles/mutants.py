@@ -21,6 +21,7 @@ from mla_ref.capacity import cache_capacity
 from mla_ref.case import Case
 from mla_ref.config import DEFAULT, YARN, MLAConfig, RopeConfig
 from mla_ref.formats import cache_format
+from mla_ref.frequencies import inv_freq
 from mla_ref.layer import latents, layer_around
 from mla_ref.layout import CacheLayout
 from mla_ref.merge_states import merge_states
@@ -34,7 +35,7 @@ from mla_ref.problems.cache_gather import CacheGatherOutput
 from mla_ref.problems.cache_write import CacheWriteOutput
 from mla_ref.problems.layer import LayerOutput
 from mla_ref.problems.rope import RopeOutput
-from mla_ref.rope import inv_freq, rotate
+from mla_ref.rope import rotate
 from mla_ref.rows import Request, causal_mask, compute_dtype, requests
 from oracles.oracle import storage_bytes
 

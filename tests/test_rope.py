@@ -8,9 +8,10 @@ import torch
 
 from mla_ref.case import Case
 from mla_ref.config import YARN, MLAConfig, RopeConfig
+from mla_ref.frequencies import inv_freq
 from mla_ref.presets import PRESETS, preset
 from mla_ref.problems.rope import PROBLEM, RopeInputs
-from mla_ref.rope import BACKEND, cos_sin, inv_freq, rotate
+from mla_ref.rope import BACKEND, cos_sin, rotate
 from mla_ref.values import bell, integers
 from oracles.bounds import ADMISSIBLE
 from oracles.compare import within

@@ -49,7 +49,12 @@ def check(inputs: RopeInputs) -> None:
 
 def check_values(inputs: RopeInputs) -> None:
     """Raises: ValueError on a negative position."""
-    for i, position in enumerate(inputs.positions.tolist()):
+    check_positions(inputs.positions)
+
+
+def check_positions(positions: torch.Tensor) -> None:
+    """Raises: ValueError on a negative one."""
+    for i, position in enumerate(positions.tolist()):
         if position < 0:
             raise ValueError(f"positions[{i}]: is {position}, must not be negative")
 

@@ -1,7 +1,22 @@
-"""Whether a library can be called here: by importing it, since one that is there may still not load."""
+"""Whether a library can be called here, and how it is called.
 
+Whether is found out by importing it, since one that is there may still not load. All are called
+``with calling(…)``: some launch on the current GPU, whichever their tensors are on.
+"""
+
+import contextlib
 import importlib
 import importlib.util
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def calling(device: torch.device) -> Iterator[None]:
+    """A library is called for tensors on ``device``: if that is a GPU it is the current one meanwhile."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield
 
 
 def found(name: str) -> bool:

@@ -15,7 +15,7 @@ import importlib
 import torch
 
 from mla_fast._expanded_keys import packed, why_not_packed
-from mla_fast._installed import found, why_not
+from mla_fast._installed import calling, found, why_not
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
@@ -74,14 +74,15 @@ def flash_attn_2(
         return AttentionOutput(q_nope.new_zeros(*query.shape[:2], value.shape[-1]), lse)
     padded = torch.nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
     ends = cu_seqlens_q, lengths[0], max_seqlen_q, lengths[1]
-    if found(MODULE):
-        out, lse, _ = importlib.import_module(MODULE).flash_attn_varlen_func(
-            query, key, padded, *ends, softmax_scale=softmax_scale, causal=True, return_attn_probs=True
-        )
-    else:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, padded, *ends, 0.0, True, False, scale=softmax_scale
-        )
+    with calling(query.device):
+        if found(MODULE):
+            out, lse, _ = importlib.import_module(MODULE).flash_attn_varlen_func(
+                query, key, padded, *ends, softmax_scale=softmax_scale, causal=True, return_attn_probs=True
+            )
+        else:
+            out, lse, *_ = torch.ops.aten._flash_attention_forward(
+                query, key, padded, *ends, 0.0, True, False, scale=softmax_scale
+            )
     lse = lse.transpose(0, 1)
     return AttentionOutput(out[..., : value.shape[-1]], lse.masked_fill(lse == torch.inf, -torch.inf))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mla_fast._installed import found, why_not
+from mla_fast._installed import calling, found, why_not
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
@@ -142,17 +142,18 @@ def attend(
     if len(cache_seqlens) == 0:
         nothing = query.new_empty(*query.shape[:2], value.shape[-1])
         return AttentionOutput(nothing, nothing.new_empty(query.shape[:2], dtype=torch.float32))
-    out, lse, *_ = importlib.import_module(name).flash_attn_with_kvcache(
-        query,
-        key,
-        value,
-        cache_seqlens=cache_seqlens.contiguous(),
-        page_table=block_table.contiguous() if name == PAGED else None,
-        cu_seqlens_q=cu_seqlens_q.contiguous(),
-        causal=True,
-        return_softmax_lse=True,
-        **options,
-    )
+    with calling(query.device):
+        out, lse, *_ = importlib.import_module(name).flash_attn_with_kvcache(
+            query,
+            key,
+            value,
+            cache_seqlens=cache_seqlens.contiguous(),
+            page_table=block_table.contiguous() if name == PAGED else None,
+            cu_seqlens_q=cu_seqlens_q.contiguous(),
+            causal=True,
+            return_softmax_lse=True,
+            **options,
+        )
     return AttentionOutput(out, lse.transpose(0, 1))
 
 

@@ -14,6 +14,7 @@ import importlib
 import torch
 
 from mla_fast._expanded_keys import Packed, packed, planned, why_not_packed
+from mla_fast._installed import calling
 from mla_fast.flash_attn_3 import CONTIGUOUS, NUMERICS, installed, requires
 from mla_fast.flash_attn_3_paged import UNEQUAL
 from mla_ref.backend import Backend, Prepared
@@ -78,18 +79,19 @@ def _attended(
     expanded: Packed, cu_seqlens_q: torch.Tensor, max_seqlen_q: int, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [t h v] and lse [h t], as the library gives them."""
-    out, lse, *_ = importlib.import_module(installed() or CONTIGUOUS).flash_attn_varlen_func(
-        expanded.query,
-        expanded.key,
-        expanded.value,
-        cu_seqlens_q,
-        expanded.cu_seqlens_k,
-        max_seqlen_q,
-        expanded.max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=True,
-        return_attn_probs=True,
-    )
+    with calling(expanded.query.device):
+        out, lse, *_ = importlib.import_module(installed() or CONTIGUOUS).flash_attn_varlen_func(
+            expanded.query,
+            expanded.key,
+            expanded.value,
+            cu_seqlens_q,
+            expanded.cu_seqlens_k,
+            max_seqlen_q,
+            expanded.max_seqlen_k,
+            softmax_scale=softmax_scale,
+            causal=True,
+            return_attn_probs=True,
+        )
     return out, lse
 
 

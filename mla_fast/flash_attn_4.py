@@ -14,7 +14,7 @@ import importlib
 import torch
 
 from mla_fast._expanded_keys import packed, why_not_packed
-from mla_fast._installed import why_not
+from mla_fast._installed import calling, why_not
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
@@ -68,18 +68,19 @@ def flash_attn_4(
         return AttentionOutput(
             q_nope.new_zeros(0, *value.shape[1:]), query.new_zeros(query.shape[:2]).float()
         )
-    out, lse = importlib.import_module(MODULE).flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=True,
-        return_lse=True,
-    )
+    with calling(query.device):
+        out, lse = importlib.import_module(MODULE).flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            softmax_scale=softmax_scale,
+            causal=True,
+            return_lse=True,
+        )
     return AttentionOutput(out, lse.transpose(0, 1))
 
 

@@ -13,7 +13,7 @@ there.
 
 import torch
 
-from mla_fast._installed import why_not
+from mla_fast._installed import calling, why_not
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
@@ -93,14 +93,16 @@ def prepare(inputs: LatentAttentionInputs) -> Prepared:
         raise ValueError(f"ql_nope: t={t}, but {b} requests of max_seqlen_q={q_len} tokens have another")
     # The first generation plans here, for these lengths; later ones only when they run, and ignore these.
     kv_lens = inputs.cache_seqlens.contiguous()
-    metadata, splits = get_mla_metadata(kv_lens, q_len * h, 1)
+    with calling(kv_lens.device):
+        metadata, splits = get_mla_metadata(kv_lens, q_len * h, 1)
     query = torch.cat([inputs.ql_nope, inputs.q_pe], dim=-1).reshape(b, q_len, h, -1)
     arguments = query, inputs.kv_cache.unsqueeze(2), inputs.block_table.contiguous(), kv_lens
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = flash_mla_with_kvcache(
-            *arguments, c, metadata, splits, softmax_scale=inputs.softmax_scale, causal=True
-        )
+        with calling(query.device):
+            out, lse = flash_mla_with_kvcache(
+                *arguments, c, metadata, splits, softmax_scale=inputs.softmax_scale, causal=True
+            )
         return out, lse
 
     def finish(result: tuple[torch.Tensor, torch.Tensor]) -> AttentionOutput:

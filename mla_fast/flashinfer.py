@@ -6,6 +6,7 @@ Conversions: latent and rope parts of the cache are two views of it; the block t
 pages; lengths are read back, since the plan is made on the host. ``lse`` is asked for in base e. Rows without
 a key are answered for here: FlashInfer masks with a finite number, and their ``lse`` is finite there. For the
 same reason a row whose scores are all below -5e4 gets the ``lse`` of that number, which nothing here mends.
+So is a call without requests, by whose number its planner divides.
 Not supported: widths other than 512 + 64, other types than bfloat16, entries not aligned to 16 bytes.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mla_fast._installed import why_not
+from mla_fast._installed import calling, why_not
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat, cache_format
@@ -76,17 +77,20 @@ def on(backend: str) -> Callable[..., AttentionOutput]:
         Source: flashinfer-ai/flashinfer, include/flashinfer/attention/mla.cuh and mla_hopper.cuh.
         """
         (t, h, c), r, block_size = ql_nope.shape, q_pe.shape[2], kv_cache.shape[1]
+        if len(cache_seqlens) == 0:
+            nothing = ql_nope.new_empty(t, h, c)
+            return AttentionOutput(nothing, nothing.new_empty((t, h), dtype=torch.float32))
         pages = (cache_seqlens + block_size - 1) // block_size
         live = torch.arange(block_table.shape[1], device=pages.device) < pages[:, None]
         first_page = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).to(torch.int32)
-        planned = wrapper(ql_nope.device, backend)
-        planned.plan(
-            cu_seqlens_q, first_page, block_table[live], cache_seqlens, h, c, r, block_size, True,
-            softmax_scale, ql_nope.dtype, kv_cache.dtype,
-        )  # fmt: skip
-        out, lse = planned.run(
-            ql_nope, q_pe, kv_cache[..., :c], kv_cache[..., c:], return_lse=True, return_lse_base_on_e=True
-        )
+        latent, rope = kv_cache[..., :c], kv_cache[..., c:]
+        with calling(ql_nope.device):
+            planned = wrapper(ql_nope.device, backend)
+            planned.plan(
+                cu_seqlens_q, first_page, block_table[live], cache_seqlens, h, c, r, block_size, True,
+                softmax_scale, ql_nope.dtype, kv_cache.dtype,
+            )  # fmt: skip
+            out, lse = planned.run(ql_nope, q_pe, latent, rope, return_lse=True, return_lse_base_on_e=True)
         q_lens = cu_seqlens_q.diff().long()
         first_seeing = (cu_seqlens_q[1:] - cache_seqlens).repeat_interleave(q_lens)
         empty = torch.arange(t, device=out.device) < first_seeing

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from mla_fast._expanded_keys import Packed, packed, planned, why_not_packed
-from mla_fast._installed import does_not_load
+from mla_fast._installed import calling, does_not_load
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
@@ -88,9 +88,10 @@ def _over(expand: Callable[[], Packed], inputs: AttentionInputs) -> Prepared:
     def run() -> list[tuple[torch.Tensor, torch.Tensor]]:
         query, key, value, *_ = expand()
         attend, parts = torch.ops.aten._scaled_dot_product_cudnn_attention, []
-        for rows, seen, bias, causal in calls:
-            q, k, w = (x.transpose(0, 1)[None] for x in (query[rows], key[seen], value[seen]))
-            parts.append(attend(q, k, w, bias, True, 0.0, causal, False, scale=scale)[:2])
+        with calling(query.device):
+            for rows, seen, bias, causal in calls:
+                q, k, w = (x.transpose(0, 1)[None] for x in (query[rows], key[seen], value[seen]))
+                parts.append(attend(q, k, w, bias, True, 0.0, causal, False, scale=scale)[:2])
         return parts
 
     def finish(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> AttentionOutput:

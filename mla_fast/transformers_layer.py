@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mla_fast._installed import why_not
+from mla_fast._installed import calling, why_not
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.config import YARN, MLAConfig
@@ -150,7 +150,7 @@ def transformers_layer(
         seen = causal_mask(request, 0, request.kv_len, out.device)[unseeing:]
         mask = torch.zeros(seen.shape, dtype=dtype, device=out.device).masked_fill(~seen, -torch.inf)
         hidden, position = hidden_states[None, rows], positions[None, rows]
-        with torch.no_grad():
+        with torch.no_grad(), calling(out.device):
             out[rows] = layer(
                 hidden_states=hidden,
                 position_embeddings=tables(hidden, position),

@@ -1,9 +1,13 @@
 """The adapters: to libraries that run on a CPU themselves, and to others their own conversions alone.
 
-What FlashMLA, FlashAttention-3 and FlashInfer compute is judged on a Hopper GPU. Here stand-ins behave as the
-first two document themselves, and what is judged is what the adapters make of it.
+What FlashMLA, FlashAttention-3 and FlashInfer compute is judged on a Hopper GPU. Here stand-ins behave as
+those document themselves, and what is judged is what the adapters make of it.
 """
 
+import contextlib
+import functools
+import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,12 +15,15 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from inspect import unwrap
 from itertools import accumulate
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+import mla_fast
 from mla_fast import (
+    _installed,
     flash_attn_2,
     flash_attn_3,
     flash_attn_3_paged,
@@ -38,6 +45,7 @@ from mla_ref.problem import problem
 from oracles.verdict import FAIL, PASS, UNSUPPORTED
 from oracles.verify import judge
 
+FOLDER, OURS = Path(mla_fast.__file__).parent, ("gluon_", "triton_")
 CONFIG = MLAConfig(
     name="wide", hidden_size=64, num_heads=3, q_lora_rank=None, kv_lora_rank=512,
     qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
@@ -69,11 +77,65 @@ def attend(
     return out, lse.masked_fill(lse == -torch.inf, empty)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
+# The device that ``calling`` makes current, for as long as it lasts.
+current: list[torch.device] = []
+
+
+@contextlib.contextmanager
+def recorded(device: torch.device) -> Iterator[None]:
+    current.append(device)
+    try:
+        yield
+    finally:
+        current.pop()
+
+
+def adapters() -> dict[str, str]:
+    """Name -> text of the modules that call a library, neither torch nor a kernel of this package."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("[!_]*.py")}
+    others = {"sdpa", "chunked_sdpa", "routing", *(name for name in texts if name.startswith(OURS))}
+    return {name: text for name, text in texts.items() if name not in others}
+
+
+@pytest.fixture(autouse=True)
+def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in adapters():
+        monkeypatch.setattr(importlib.import_module(f"mla_fast.{name}"), "calling", recorded, raising=False)
+
+
+def on_its_device(library: Callable[..., object]) -> Callable[..., object]:
+    """A stand-in's function that ends as a library may where its tensors' GPU is not the current one."""
+
+    @functools.wraps(library)
+    def called(*args: object, **options: object) -> object:
+        (tensor, *_) = (x for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
+        assert current == [tensor.device], "CUDA error: invalid resource handle"
+        return library(*args, **options)
+
+    return called
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Callable[..., object]) -> None:
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
-    vars(module).update(members)
+    vars(module).update({member: on_its_device(fn) for member, fn in members.items()})
     monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_every_adapter_calls_its_library_where_its_tensors_are() -> None:
+    found = adapters()
+    assert {"flash_mla", "flashinfer", "flash_attn_4", "transformers_layer"} < found.keys()
+    # flash_attn_3_paged calls by flash_attn_3.attend
+    assert {name for name, text in found.items() if " calling(" not in text} == {"flash_attn_3_paged"}
+
+
+def test_the_gpu_of_a_call_is_current_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: gpus.append(device) or contextlib.nullcontext())
+    for device in (torch.device("cuda:1"), torch.device("cpu")):
+        with _installed.calling(device):
+            pass
+    assert gpus == [torch.device("cuda:1")]
 
 
 @pytest.fixture(params=["2025-02", "2026-01"])
@@ -176,7 +238,7 @@ def stand_in_flash_attn_2(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, de
 
 
 def test_flash_attn_2_of_torch(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", stand_in_flash_attn_2)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", on_its_device(stand_in_flash_attn_2))
     for lens in VARLEN:
         case = replace(EXPANDED, seed=seed, **lens)
         assert verdicts(flash_attn_2.BACKEND, case) == {}
@@ -205,7 +267,7 @@ def stand_in_cudnn(q, k, v, bias, compute_lse, dropout, causal, debug, scale):
 
 
 def test_sdpa_cudnn(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", stand_in_cudnn)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", on_its_device(stand_in_cudnn))
     for lens in VARLEN:
         case = replace(EXPANDED, seed=seed, **lens)
         assert verdicts(sdpa_cudnn.BACKEND, case) == {}
@@ -249,7 +311,7 @@ def test_flash_attn_4(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 def test_prepared(module: ModuleType, fmt: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """What is left to a layer is right as well, the second time too."""
     install(monkeypatch, flash_attn_3.CONTIGUOUS, flash_attn_varlen_func=stand_in_varlen)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", stand_in_cudnn)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", on_its_device(stand_in_cudnn))
 
     def twice(*args: object) -> object:
         inputs = problem("attention").inputs(*args)
@@ -311,6 +373,49 @@ def test_flash_attn_3_is_not_asked_where_there_is_no_request(
         (flash_attn_3_paged.BACKEND, replace(UNIFORM, problem="paged_attention")),
     ):
         assert verdicts(backend, replace(case, q_lens=(), kv_lens=(), seed=seed)) == {}
+
+
+class StandInFlashInfer:
+    """Planned on the host from packed pages; lse [t h], and -5e4 ln 2 where a row sees nothing."""
+
+    def __init__(self, workspace: torch.Tensor, backend: str) -> None:
+        assert backend in ("auto", "fa2")
+
+    @on_its_device
+    def plan(
+        self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size,
+        causal, sm_scale, q_data_type, kv_data_type,
+    ):  # fmt: skip
+        assert causal
+        assert (head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type) == (512, 64, *[torch.bfloat16] * 2)
+        assert int(qo_indptr[-1]) * num_heads // len(kv_len_arr) >= 0
+        lists = (x.tolist() for x in (qo_indptr, kv_indptr, kv_len_arr))
+        self.planned = *lists, kv_indices, page_size, sm_scale
+
+    @on_its_device
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, return_lse, return_lse_base_on_e):
+        assert return_lse
+        assert return_lse_base_on_e
+        offsets, first, lengths, pages, page_size, scale = self.planned
+        assert ckv_cache.shape[1] == kpe_cache.shape[1] == page_size
+        out, lse = torch.empty_like(q_nope), torch.empty(q_nope.shape[:2])
+        for i, length in enumerate(lengths):
+            rows, own = slice(*offsets[i : i + 2]), pages[first[i] : first[i + 1]].long()
+            latent, rope = (x[own].flatten(0, 1)[:length] for x in (ckv_cache, kpe_cache))
+            query, key = torch.cat([q_nope[rows], q_pe[rows]], -1), torch.cat([latent, rope], -1)
+            part, part_lse = attend(query, key, latent, scale, -5e4 * math.log(2))
+            out[rows], lse[rows] = part, part_lse.T
+        return out, lse
+
+
+def test_flashinfer(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    install(monkeypatch, "flashinfer")
+    install(monkeypatch, "flashinfer.mla")
+    sys.modules["flashinfer.mla"].BatchMLAPagedAttentionWrapper = StandInFlashInfer
+    flashinfer.wrapper.cache_clear()
+    for case in (UNIFORM, RAGGED, replace(UNIFORM, q_lens=(), kv_lens=())):
+        assert verdicts(flashinfer.BACKEND, replace(case, seed=seed)) == {}
+    flashinfer.wrapper.cache_clear()
 
 
 @pytest.mark.parametrize("wrong", ["scale", "order", "layout", "infinity"])

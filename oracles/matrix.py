@@ -87,7 +87,8 @@ STAGES: dict[str, tuple[Row, ...]] = {
         # First, where it is dealt a model that has 128 heads.
         Row((1,), (129,), 128, 128, "outlier"),
         Row((1,), (1,), 16, 64),
-        Row((1, 1, 1, 1), (63, 64, 65, 127), 16, 64, "limits"),
+        # A model that has twenty heads keeps them here: more than a tile of sixteen, and not two.
+        Row((1, 1, 1, 1), (63, 64, 65, 127), 20, 64, "limits"),
         Row((1, 1, 1), (0, 1, 17), 4, 16, "zeros", layout=GAPPED),
         Row((1, 1), (257, 31), 8, 32, "sink", "float16"),
         Row((1,) * 8, (5, 13, 64, 97, 128, 129, 191, 2), 2, 64, "recency", layout=PADDED),

@@ -177,15 +177,16 @@ def _again(space: _Space, i: int, dealt: Dealt, like: Dealt, had: _Had) -> Dealt
 
 
 def _chosen(space: _Space, i: int, dealt: Dealt, trial: Dealt, name: str, had: _Had) -> Dealt:
-    """The same with another value of one part: of lengths the nearest, of all else the least tried."""
+    """The same with another value of one part: of lengths the nearest, of all else the newest, or its own."""
     if name == "lengths":
         tried = [trial._replace(lengths=lengths) for lengths in _lengths(dealt)]
         taken = [each for each in tried if space.takes(i, each)]
         stage = stage_of(space.case(i, dealt))
         return min(taken, key=lambda each: stage_of(space.case(i, each)) != stage, default=trial)
     tried = [trial._replace(**{name: value}) for value in space.values[name]]
+    dealt_again = trial._replace(**{name: getattr(dealt, name)})
     ranks = [
-        (-len(_pairs(space.case(i, each)) - had.pairs), had.chosen[name, at], at)
+        (-len(_pairs(space.case(i, each)) - had.pairs), each != dealt_again, had.chosen[name, at], at)
         for at, each in enumerate(tried)
         if space.takes(i, each)
     ]

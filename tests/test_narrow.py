@@ -124,6 +124,15 @@ def test_a_narrow_contract_is_filled_out():
     assert {case.block_size for case in cases} == set(map(int, DIMENSIONS["block"].values))
 
 
+@pytest.mark.parametrize(
+    "supports", [lambda case: None, only(widths=[(512, 64)], **BF16)], ids=["all", "narrow"]
+)
+def test_some_heads_fill_one_tile_and_part_of_another(supports):
+    """What is left over beyond whole tiles of sixteen heads, which a kernel may leave unwritten."""
+    heads = {case.config.num_heads for case in [*table(supports), *own(supports)]}
+    assert any(n > 16 and n % 16 for n in heads), heads
+
+
 def test_equal_contracts_have_equal_cases():
     first, again = (only(widths=[(512, 64)], block_size=[64], **BF16) for _ in range(2))
     assert own(first) == own(again)

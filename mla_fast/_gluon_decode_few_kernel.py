@@ -353,38 +353,51 @@ def _column_halves(b_o, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _store_quarter(s_output, p_rows, b_o, num_rows, FIRST: gl.constexpr):
-    """Adds both halves and stores their rows. Column c is a tile's channel 16 (c mod 8) + FIRST + c / 8."""
+def _both_halves(s_output, b_o):
+    """[4, 4, 32, 4]: the sum of both halves' [8, N, 32], a thread's four numbers side by side."""
     L: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1, 0, 0], [0, 0, 0, 8], [0, 0, 0, 16], [2, 0, 0, 0]],
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0]],
-        [[0, 0, 4, 0], [0, 0, 8, 0], [1, 0, 0, 0]],
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 1, 0, 0], [0, 2, 0, 0]],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], [0, 0, 16, 0]],
+        [[0, 0, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0]],
         [],
-        [4, 2, 16, 32],
+        [4, 4, 32, 4],
     )
+    b_o = b_o.reshape([TILES, 2, 2, 8, 4, 4, 2]).permute((1, 0, 4, 3, 5, 2, 6)).reshape([2, TILES, 4, 32, 4])
     s_output.store(b_o)
     s_halves = s_output._reinterpret(
-        gl.float32, [TILES, 2, N, 32], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+        gl.float32, [2, TILES, 4, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     )
-    b_o = gl.sum(s_halves.load(L), 1)
-    L_SUM: gl.constexpr = b_o.type.layout
-    o_tile = gl.arange(0, TILES, gl.SliceLayout(1, gl.SliceLayout(2, L_SUM)))
-    o_row = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, L_SUM)))
-    o_col = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, L_SUM)))
-    p = p_rows + (o_row * LATENT)[None, :, None] + (o_tile * TILE)[:, None, None]
-    p = p + ((o_col & 7) * 16 + FIRST + o_col // 8)[None, None, :]
-    gl.store(p, b_o.to(p_rows.dtype.element_ty), mask=(o_row < num_rows)[None, :, None])
+    return s_halves.index(0).load(L) + s_halves.index(1).load(L)
 
 
 @gluon.jit
 def _store_output(s_output, p_rows, b_o, num_rows):
+    """Adds the halves of [8, N, 128] and stores rows. Column c is a tile's channel 16 (c mod 8) + c / 8."""
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 8, 0]],
+        [[0, 0, 32], [0, 0, 64], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 0, 0], [1, 0, 0], [2, 0, 0]],
+        [],
+        [4, 16, 128],
+    )
     b_0, b_1 = _column_halves(b_o, 128)
     b_00, b_01 = _column_halves(b_0, 64)
     b_10, b_11 = _column_halves(b_1, 64)
-    _store_quarter(s_output, p_rows, b_00, num_rows, 0)
-    _store_quarter(s_output, p_rows, b_01, num_rows, 4)
-    _store_quarter(s_output, p_rows, b_10, num_rows, 8)
-    _store_quarter(s_output, p_rows, b_11, num_rows, 12)
+    b_00 = _both_halves(s_output, b_00)
+    b_01 = _both_halves(s_output, b_01)
+    b_10 = _both_halves(s_output, b_10)
+    b_11 = _both_halves(s_output, b_11)
+    b_o = gl.join(gl.join(b_00, b_10), gl.join(b_01, b_11))
+    # [tile, column 4-3, row 2-0, column 2-1, row 3, column 0, column 6, column 5]
+    b_o = (
+        b_o.reshape([TILES, 4, 8, 4, 2, 2, 2, 2]).permute((0, 4, 2, 3, 5, 6, 7, 1)).reshape([TILES, N, TILE])
+    )
+    b_o = gl.convert_layout(b_o, L)
+    o_row = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    o_tile = gl.arange(0, TILES, gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    o_col = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    p = p_rows + (o_row * LATENT)[None, :, None] + (o_tile * TILE)[:, None, None] + o_col[None, None, :]
+    gl.store(p, b_o.to(p_rows.dtype.element_ty), mask=(o_row < num_rows)[None, :, None])
 
 
 @gluon.jit
@@ -441,6 +454,10 @@ def _attend(
             mbarrier.wait(bar_block.index(i_next), ((i_copy + 1) // PLACES) & 1, pred=i + 1 < last)
             b_s_0 = _added(s_part_0, L_4)
             b_s_1 = _added(s_part_1, L_4)
+            c_scale_0, c_scale_1 = _block_scales(s_scales.index(i_next), L_4, TILED)
+            b_next_0 = _partial_scores(
+                b_q, b_q_pe, b_unit, s_codes.index(i_next), s_pes.index(i_next), c_scale_0, 0, L_S, TILED
+            )
             if i * BLOCK + BLOCK > visible:
                 b_s_0 = _masked(b_s_0, i * BLOCK, items, i_item, H)
                 b_s_1 = _masked(b_s_1, i * BLOCK + CHUNK, items, i_item, H)
@@ -455,10 +472,6 @@ def _attend(
             b_p_0 = gl.exp2(b_s_0 * scale_log2 - b_m[:, :, None])
             b_p_1 = gl.exp2(b_s_1 * scale_log2 - b_m[:, :, None])
             b_l = b_l * b_alpha + gl.sum(b_p_0 + b_p_1, 2)
-            c_scale_0, c_scale_1 = _block_scales(s_scales.index(i_next), L_4, TILED)
-            b_next_0 = _partial_scores(
-                b_q, b_q_pe, b_unit, s_codes.index(i_next), s_pes.index(i_next), c_scale_0, 0, L_S, TILED
-            )
             b_o = _weighted(b_p_0, b_scale_0, s_codes.index(i_at), 0, b_o, L_S)
             b_next_1 = _partial_scores(
                 b_q, b_q_pe, b_unit, s_codes.index(i_next), s_pes.index(i_next), c_scale_1, CHUNK, L_S, TILED
@@ -516,14 +529,14 @@ def mla_decode_few_kernel(
     T_ROPE: gl.constexpr = gl.bfloat16 if TILED else gl.uint8
     L_BAR: gl.constexpr = mbarrier.MBarrierLayout()
     L_2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    L_3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    L_5: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
     L_4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     s_codes = gl.allocate_shared_memory(gl.uint8, [PLACES, TILES, BLOCK, TILE], L_CODE)
     s_pes = gl.allocate_shared_memory(T_ROPE, [PLACES, BLOCK, ROPE], L_ROPE)
     s_scales = gl.allocate_shared_memory(gl.float32, [PLACES, BLOCK, TILES], L_2)
     s_part_0 = gl.allocate_shared_memory(gl.float32, [OWNERS, 2, 32, 4], L_4)
     s_part_1 = gl.allocate_shared_memory(gl.float32, [OWNERS, 2, 32, 4], L_4)
-    s_output = gl.allocate_shared_memory(gl.float32, [OWNERS, N, 32], L_3)
+    s_output = gl.allocate_shared_memory(gl.float32, [2, TILES, 4, 32, 4], L_5)
     s_m = gl.allocate_shared_memory(gl.float32, [2, N], L_2)
     s_l = gl.allocate_shared_memory(gl.float32, [2, N], L_2)
     bar_block = gl.allocate_shared_memory(gl.int64, [PLACES, 1], L_BAR)

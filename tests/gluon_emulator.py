@@ -8,7 +8,6 @@ therefore shows in the result. Not modelled: memory order, proxies, layouts, the
 
 import importlib.util
 import threading
-import time
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -18,8 +17,34 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-TIMEOUT = 30.0  # seconds without progress are a deadlock
-_aborted = threading.Event()  # one partition failed: the others need not wait for it
+
+class Crew:
+    """The partitions that run, and what each of them waits for; one lock for all barriers.
+
+    A deadlock is a fact, whatever time it takes to get there: everybody waits, and nobody for what has come
+    or is on its way.
+    """
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.running, self.waits, self.failed = 1, {}, False
+
+    def begin(self, size):
+        self.running, self.failed = size, False
+
+    def leave(self, failed):
+        with self.changed:
+            self.running -= 1
+            self.failed |= failed
+            self.changed.notify_all()
+
+    def is_stuck(self):
+        return len(self.waits) == self.running and all(
+            barrier.is_in(parity) and not barrier.copies for barrier, parity in self.waits.values()
+        )
+
+
+CREW = Crew()
 
 
 class Array(np.ndarray):
@@ -230,39 +255,50 @@ class Barrier:
     """An mbarrier: a phase ends when every arrival and every expected byte is in."""
 
     def __init__(self):
-        self.changed = threading.Condition()
         self.count = self.pending = self.bytes = self.phase = 0
         self.copies = []
 
     def index(self, i):
         return self
 
+    def is_in(self, parity):
+        return (self.phase & 1) == parity
+
     def _check(self):
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase + 1, self.count
-            self.changed.notify_all()
+        CREW.changed.notify_all()
 
     def arrive(self, count, expected=0):
-        with self.changed:
+        with CREW.changed:
             self.bytes += expected
             self.pending -= count
             assert self.pending >= 0, "more arrivals than the barrier's count"
             self._check()
-            self.changed.notify_all()
+
+    def copied(self, copy):
+        """``copy`` is on its way to whoever waits here."""
+        with CREW.changed:
+            self.copies.append(copy)
+            CREW.changed.notify_all()
 
     def wait(self, parity):
-        deadline = time.monotonic() + TIMEOUT
-        with self.changed:
-            while (self.phase & 1) == parity:
+        me = threading.get_ident()
+        with CREW.changed:
+            while self.is_in(parity):
                 if self.copies:
                     for copy in self.copies:
                         self.bytes -= copy()
                     self.copies.clear()
                     self._check()
-                elif _aborted.is_set() or time.monotonic() > deadline:
-                    raise RuntimeError("deadlock: nobody completes this phase")
-                else:
-                    self.changed.wait(0.1)
+                    continue
+                CREW.waits[me] = self, parity
+                try:
+                    if CREW.failed or CREW.is_stuck():
+                        raise RuntimeError("deadlock: nobody completes this phase")
+                    CREW.changed.wait()
+                finally:
+                    del CREW.waits[me]
 
 
 class Barriers:
@@ -333,10 +369,7 @@ def _copy(desc, coord, bar, destination, pred=True):
         destination.put(desc.read([int(c) for c in coord]))
         return destination.values.size * desc.tensor.itemsize
 
-    bar = _barrier(bar)
-    with bar.changed:
-        bar.copies.append(land)
-        bar.changed.notify_all()
+    _barrier(bar).copied(land)
 
 
 class Product:
@@ -377,20 +410,24 @@ def _warp_specialize(functions_and_args, worker_num_warps, worker_num_regs):
 
     def run(function, args):
         _in_flight.products = []
+        failed = True
         try:
             with np.errstate(all="ignore"):
                 function(*args)
             assert not _in_flight.products, "products still in flight at the end"
+            failed = False
         except BaseException as error:  # raised again below, in the caller's thread
             errors.append(error)
-            _aborted.set()
+        finally:
+            CREW.leave(failed)
 
-    _aborted.clear()
+    CREW.begin(len(functions_and_args))
     threads = [threading.Thread(target=run, args=fa, daemon=True) for fa in functions_and_args]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    CREW.begin(1)
     if errors:
         raise errors[0]
 

@@ -6,18 +6,14 @@ from types import ModuleType
 
 import pytest
 import torch
-from gluon_emulator import Emulated, edited
+from emulated_kernels import assert_holds, assert_shows, decode_case, emulate_decode
+from gluon_emulator import edited
 
-from mla_fast import _gluon_decode_kernel, _split_schedule, gluon_decode
+from mla_fast import _gluon_decode_kernel, gluon_decode
 from mla_ref.backend import available
 from mla_ref.case import Case
-from mla_ref.config import MLAConfig
-from mla_ref.layout import CacheLayout
 from mla_ref.problem import problem
-from oracles.verdict import ERROR, FAIL, PASS
-from oracles.verify import judge
-
-NUM_SMS = 6
+from oracles.verify import OF_THE_OUTPUT
 
 CASES = {
     "two_parts": ((1, 1), (130, 129), 16, 64, {}),
@@ -36,21 +32,9 @@ CASES = {
 }
 
 
-def config(num_heads: int) -> MLAConfig:
-    return MLAConfig(
-        name="wide", hidden_size=64, num_heads=num_heads, q_lora_rank=None, kv_lora_rank=512,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    )  # fmt: skip
-
-
 def case(name: str, seed: int) -> Case:
-    q_lens, kv_lens, heads, block_size, extra = CASES[name]
-    layout = {k: v for k, v in extra.items() if k in ("entry_align", "block_gap", "offset")}
-    fields = {k: v for k, v in extra.items() if k not in layout}
-    return Case(
-        problem="latent_attention", config=config(heads), q_lens=q_lens, kv_lens=kv_lens,
-        block_size=block_size, layout=CacheLayout(**layout), seed=seed, **fields,
-    )  # fmt: skip
+    *row, others = CASES[name]
+    return decode_case(seed, *row, **others)
 
 
 # Edits of the kernel's source, and the case whose verdict must notice.
@@ -79,33 +63,28 @@ PLANTED = {
 }  # fmt: skip
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, kernel_module: ModuleType) -> None:
-    asm = {"_opaque": lambda x: x, "_rescaled": lambda b_o, b_alpha: b_o * b_alpha[:, None]}
-    kernel = Emulated(kernel_module, "mla_decode_kernel", asm)
-    monkeypatch.setattr(_gluon_decode_kernel, "mla_decode_kernel", kernel)
-    for name in ("schedule_kernel", "fixed_schedule_kernel", "merge_kernel"):
-        monkeypatch.setattr(_split_schedule, name, Emulated(_split_schedule, name))
-    monkeypatch.setattr(gluon_decode, "plan", lambda *a, **k: gluon_decode.plan_for(NUM_SMS, *a, **k))
-    monkeypatch.setattr(gluon_decode, "CHUNK_PAIRS", 2)
+ASM = {"_opaque": lambda x: x, "_rescaled": lambda b_o, b_alpha: b_o * b_alpha[:, None]}
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, source: ModuleType = _gluon_decode_kernel) -> None:
+    emulate_decode(monkeypatch, _gluon_decode_kernel, "mla_decode_kernel", ASM, source)
 
 
 # Judged by every oracle only.
 LONG = {"lanes_and_groups", "negative"}
 
 BACKEND = replace(gluon_decode.BACKEND, requires=available)
+VARIANTS = {"default", "batch_invariant"}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in LONG])
 def test_values(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch, _gluon_decode_kernel)
-    verdicts = judge(BACKEND, case(name, seed), oracles=("value", "lse"))
-    assert {verdict.variant for verdict in verdicts} == {"default", "batch_invariant"}
-    for verdict in verdicts:
-        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+    emulate(monkeypatch)
+    assert_holds(BACKEND, case(name, seed), VARIANTS, OF_THE_OUTPUT)
 
 
 def test_any_strides_of_queries_and_tables(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch, _gluon_decode_kernel)
+    emulate(monkeypatch)
     inputs = problem("latent_attention").materialize(case("ragged", seed), torch.device("cpu"))
 
     def every_other(x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +104,7 @@ def test_any_strides_of_queries_and_tables(seed: int, monkeypatch: pytest.Monkey
 def test_a_prepared_call_gives_the_same_and_refuses_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    emulate(monkeypatch, _gluon_decode_kernel)
+    emulate(monkeypatch)
     inputs = problem("latent_attention").materialize(case("ragged", seed), torch.device("cpu"))
     prepared = gluon_decode.prepare(inputs)
     for _ in range(2):
@@ -146,9 +125,8 @@ def test_a_batch_on_no_gpu_is_refused(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_oracle(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch, _gluon_decode_kernel)
-    for verdict in judge(BACKEND, case(name, seed)):
-        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+    emulate(monkeypatch)
+    assert_holds(BACKEND, case(name, seed), VARIANTS)
 
 
 @pytest.mark.parametrize("bug", PLANTED)
@@ -156,5 +134,4 @@ def test_planted_bugs_show(bug: str, seed: int, monkeypatch: pytest.MonkeyPatch,
     good, bad, name = PLANTED[bug]
     emulate(monkeypatch, edited(_gluon_decode_kernel, good, bad, tmp_path))
     backend = replace(BACKEND, variants={})
-    statuses = {verdict.status for verdict in judge(backend, case(name, seed), oracles=("value", "lse"))}
-    assert statuses & {FAIL, ERROR}
+    assert_shows(backend, case(name, seed), OF_THE_OUTPUT)

@@ -7,17 +7,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from gluon_emulator import Emulated, array, edited
+from emulated_kernels import assert_holds, assert_shows, decode_case, emulate_decode
+from gluon_emulator import array, edited
 
-from mla_fast import _gluon_decode_fp8_kernel, _split_schedule, gluon_decode, gluon_decode_fp8
+from mla_fast import _gluon_decode_fp8_kernel, gluon_decode_fp8
 from mla_ref.backend import available
 from mla_ref.case import Case
-from mla_ref.config import MLAConfig
-from mla_ref.layout import CacheLayout
-from oracles.verdict import ERROR, FAIL, PASS
-from oracles.verify import judge
-
-NUM_SMS = 6
+from oracles.verify import OF_THE_OUTPUT
 
 CASES = {
     "two_parts": ((1, 1), (130, 129), 16, 64, "fp8_ds_mla", {}),
@@ -38,17 +34,8 @@ CASES = {
 
 
 def case(name: str, seed: int) -> Case:
-    q_lens, kv_lens, heads, block_size, cache_format, extra = CASES[name]
-    layout = {k: v for k, v in extra.items() if k in ("entry_align", "block_gap", "offset")}
-    fields = {k: v for k, v in extra.items() if k not in layout}
-    config = MLAConfig(
-        name="wide", hidden_size=64, num_heads=heads, q_lora_rank=None, kv_lora_rank=512,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    )  # fmt: skip
-    return Case(
-        problem="latent_attention", config=config, q_lens=q_lens, kv_lens=kv_lens, block_size=block_size,
-        cache_format=cache_format, layout=CacheLayout(**layout), seed=seed, **fields,
-    )  # fmt: skip
+    *row, others = CASES[name]
+    return decode_case(seed, *row, **others)
 
 
 # The right half of K0 is free when P0 V0 is there, and not before.
@@ -99,38 +86,32 @@ def dequantized(b_code, b_scale):
     return array((codes.float().numpy() * np.asarray(b_scale)[:, None]).astype(np.float32)).to(torch.bfloat16)
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, kernel_module: ModuleType) -> None:
-    asm = {
-        "_opaque": lambda x: x,
-        "_rescaled": lambda b_o, b_alpha: b_o * b_alpha[:, None],
-        "_dequantized": dequantized,
-    }
-    kernel = Emulated(kernel_module, "mla_decode_fp8_kernel", asm)
-    monkeypatch.setattr(_gluon_decode_fp8_kernel, "mla_decode_fp8_kernel", kernel)
-    for name in ("schedule_kernel", "fixed_schedule_kernel", "merge_kernel"):
-        monkeypatch.setattr(_split_schedule, name, Emulated(_split_schedule, name))
-    monkeypatch.setattr(gluon_decode, "plan", lambda *a, **k: gluon_decode.plan_for(NUM_SMS, *a, **k))
-    monkeypatch.setattr(gluon_decode, "CHUNK_PAIRS", 2)
+ASM = {
+    "_opaque": lambda x: x,
+    "_rescaled": lambda b_o, b_alpha: b_o * b_alpha[:, None],
+    "_dequantized": dequantized,
+}
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, source: ModuleType = _gluon_decode_fp8_kernel) -> None:
+    emulate_decode(monkeypatch, _gluon_decode_fp8_kernel, "mla_decode_fp8_kernel", ASM, source)
 
 
 BACKEND = replace(gluon_decode_fp8.BACKEND, requires=available)
+VARIANTS = {"default", "batch_invariant"}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch, _gluon_decode_fp8_kernel)
-    verdicts = judge(BACKEND, case(name, seed), oracles=("value", "lse"))
-    assert {verdict.variant for verdict in verdicts} == {"default", "batch_invariant"}
-    for verdict in verdicts:
-        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+    emulate(monkeypatch)
+    assert_holds(BACKEND, case(name, seed), VARIANTS, OF_THE_OUTPUT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_oracle(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch, _gluon_decode_fp8_kernel)
-    for verdict in judge(BACKEND, case(name, seed)):
-        assert verdict.status == PASS, f"{verdict.variant} {verdict.oracle}: {verdict.detail} {verdict.worst}"
+    emulate(monkeypatch)
+    assert_holds(BACKEND, case(name, seed), VARIANTS)
 
 
 @pytest.mark.parametrize("bug", PLANTED)
@@ -138,5 +119,4 @@ def test_planted_bugs_show(bug: str, seed: int, monkeypatch: pytest.MonkeyPatch,
     good, bad, name = PLANTED[bug]
     emulate(monkeypatch, edited(_gluon_decode_fp8_kernel, good, bad, tmp_path))
     backend = replace(BACKEND, variants={})
-    statuses = {verdict.status for verdict in judge(backend, case(name, seed), oracles=("value", "lse"))}
-    assert statuses & {FAIL, ERROR}
+    assert_shows(backend, case(name, seed), OF_THE_OUTPUT)

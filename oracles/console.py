@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mla_ref.case import Case
+from mla_ref.layout import CacheLayout
 from mla_ref.problem import problem as find_problem
 from oracles.compare import wanted
 from oracles.shrink import oddities
@@ -65,10 +66,10 @@ def _worst(verdicts: Iterable[Verdict]) -> str:
     if not found:
         return "-"
     ratio, oracle = max(found)
-    return f"{_short(ratio)} {oracle}"
+    return f"{short(ratio)} {oracle}"
 
 
-def _short(ratio: float) -> str:
+def short(ratio: float) -> str:
     """An error over its bound, in few characters however large it is."""
     return f"{ratio:.3f}" if ratio < MANY else f"{ratio:.2e}" if ratio < INFINITE else "inf"
 
@@ -135,8 +136,16 @@ def label(case: Case) -> str:
     lengths = f"q={_lengths(case.q_lens)} kv={_lengths(case.kv_lens)}"
     return (
         f"{case.problem} {dims} {lengths} {case.dtype} {case.cache_format} "
-        f"block={case.block_size} {case.regime} seed={case.seed}"
+        f"block={case.block_size}{_memory(case.layout)} {case.regime} seed={case.seed}"
     )
+
+
+def _memory(layout: CacheLayout) -> str:
+    """What puts entries elsewhere than one behind the other: what a kernel may fail on alone."""
+    packed = CacheLayout()
+    moved = ("entry_align", "block_align", "block_gap", "offset")
+    told = {name: getattr(layout, name) for name in moved if getattr(layout, name) != getattr(packed, name)}
+    return "".join(f" {name}={value}" for name, value in told.items())
 
 
 def _lengths(lengths: tuple[int, ...]) -> str:
@@ -229,6 +238,7 @@ def python_code(verdict: Verdict) -> str:
     return f"""\
 import torch
 from mla_ref.case import Case
+from mla_ref.layout import CacheLayout
 from mla_ref.problem import problem
 from oracles.verify import find_backend
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
 from oracles.campaign import Plan, campaign, known
-from oracles.console import describe, group_of, label, left_out, more_kinds, python_code
+from oracles.console import describe, group_of, label, left_out, more_kinds, python_code, short
 from oracles.corpus import Entry, read
 from oracles.exits import INTERRUPTED, UsageError, said
 from oracles.oracle import rules
@@ -323,7 +323,7 @@ def summarise(console: Console, tally: Tally, seconds: float) -> None:
     for name in ("worst error / bound", "cases that fail, with 95 %"):
         table.add_column(name, no_wrap=True)
     for spec, count in tally.counts.items():
-        worst = f"{count.worst[0]:.3f} {count.worst[1]}" if count.worst[1] else "-"
+        worst = f"{short(count.worst[0])} {count.worst[1]}" if count.worst[1] else "-"
         numbers = (count.cases, count.held, count.broken, count.not_run)
         table.add_row(cell(spec), *map(str, numbers), cell(worst), at_most(count.failed, count.ran))
     if tally.counts:

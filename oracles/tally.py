@@ -18,7 +18,7 @@ EVERYWHERE, IN_PLACES = 0.5, 0.01
 class Count:
     """Of one backend. ran, failed: cases with a claim that was tried, with one that broke.
 
-    worst: the largest error over its bound of a claim that held, and the oracle.
+    worst: the largest error over its bound, and the oracle.
     """
 
     cases: int = 0
@@ -52,7 +52,7 @@ class Tally:
         for plain in record.verdicts:
             count.held += plain["status"] in HELD
             count.not_run += plain["status"] in NOT_RUN
-            if plain["status"] in HELD and plain["worst"] is not None:
+            if plain["worst"] is not None:
                 count.worst = max(count.worst, (float(plain["worst"]["ratio"]), plain["oracle"]))
             if plain["status"] in BROKEN:
                 count.broken += 1

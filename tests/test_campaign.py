@@ -24,7 +24,7 @@ from oracles.corpus import read as corpus_entries
 from oracles.coverage import draw
 from oracles.fuzz_cli import at_most, budget_of, duration, memory_size, summarise
 from oracles.pool import judge_job, judged
-from oracles.run_directory import VERDICTS, RunDirectory, manifest_of, open_run
+from oracles.run_directory import VERDICTS, Record, RunDirectory, manifest_of, open_run
 from oracles.tally import Count, Tally, kind_of
 from oracles.terminal import to_stdout
 from oracles.verdict import BROKEN, CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict, Worst
@@ -460,6 +460,20 @@ def test_failures_of_one_kind_are_counted_once():
         verdict("head 1", case=Case(problem="rope", config=PRESETS["a.x-k2"], q_lens=(9,), kv_lens=(9,))),
     ]
     assert len(same | {kind_of(other) for other in others}) == 1 + len(others)
+
+
+def test_the_worst_error_is_that_of_any_claim():
+    """As in every other table: not only of claims that held."""
+    config = PRESETS["a.x-k2"]
+    case = Case(problem="rope", config=config, q_lens=(1,), kv_lens=(1,))
+    tally = Tally({"b": Count()})
+    for number, (status, ratio) in enumerate(((PASS, 0.5), (FAIL, 7.0), (PASS, 0.9))):
+        worst = Worst(tensor="x", index=(0,), got=1.0, want=0.0, bound=0.1, ratio=ratio, place="token 0")
+        verdict = Verdict(
+            status=status, backend="b", variant="v", oracle="o", case=case, device="cpu", worst=worst
+        )
+        tally.add("b", Record(number, json.loads(case.to_json()), [verdict.without_case()]))
+    assert tally.counts["b"].worst == (7.0, "o")
 
 
 def test_a_deadly_case_is_made_small_in_a_workers_worker(tmp_path, monkeypatch):

@@ -4,7 +4,9 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_ref.case import Case
+from mla_ref.layout import CacheLayout
 from mla_ref.presets import preset
+from oracles.console import label
 from oracles.junit import to_junit
 from oracles.verdict import ERROR, FAIL, UNSUPPORTED, Verdict
 
@@ -58,3 +60,13 @@ def test_what_xml_may_hold_is_kept(text: str):
         f"d{text}.",
         f"d{text}.",
     ]
+
+
+def test_two_cases_that_differ_in_memory_alone_have_two_names():
+    cases = [
+        CASE,
+        *(replace(CASE, layout=layout) for layout in (CacheLayout(entry_align=256), CacheLayout(offset=64))),
+    ]
+    names = {label(case) for case in cases}
+    assert len(names) == len(cases)
+    assert any(" block=64 entry_align=256 plain " in name for name in names)

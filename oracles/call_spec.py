@@ -49,11 +49,13 @@ SYNONYMS = {
     "query": ("q", "query", "q_all"),
     "ql_nope": ("ql_nope", "q_nope", "q_latent", "qv"),
     "q_pe": ("q_pe", "q_rope", "q_rot"),
-    "kv_cache": ("kv_cache", "k_cache", "kv_c_and_k_pe_cache", "cache", "kv"),
+    "kv_cache": ("kv_cache", "k_cache", "kcache", "blocked_k", "kv_c_and_k_pe_cache", "cache", "kv"),
     "latent_cache": ("ckv", "ckv_cache", "kv_c_cache", "v_cache"),
     "rope_cache": ("kpe", "kpe_cache", "k_pe_cache"),
     "block_table": ("block_table", "block_tables", "page_table", "req_to_token"),
-    "cache_seqlens": ("cache_seqlens", "seq_lens", "seqused_k", "kv_lens", "context_lens", "b_seq_len"),
+    "cache_seqlens": (
+        *("cache_seqlens", "seq_lens", "seqused_k", "seqlens_k", "kv_lens", "context_lens", "b_seq_len"),
+    ),
     "cu_seqlens_q": ("cu_seqlens_q", "qo_indptr", "query_start_loc"),
     "max_seqlen_q": ("max_seqlen_q", "max_query_len"),
     "latent_width": ("head_dim_v", "kv_lora_rank"),
@@ -205,11 +207,15 @@ def _guessed(known: Mapping[str, bool], told: Mapping[str, str]) -> Iterator[Spe
         if role in DECIDED:
             decided[role] = name
         elif name in told:
-            choices[name] = (ROLES.get(told[name], told[name]),)
+            said = told[name]
+            choices[name] = tuple(ROLES.get(shape, shape) for shape in SHAPES_OF.get(said, (said,)))
         elif role is not None:
             choices[name] = tuple(ROLES[shape] for shape in SHAPES_OF.get(role, (role,)))
         elif needed:
-            raise ValueError(f"parameter {name!r} has no role: say --arg {name}=ROLE; roles: {_listed()}")
+            raise ValueError(
+                f"parameter {name!r} has no role: say --arg {name}=ROLE or an expression; "
+                f"roles, which mla-verify probe --roles explains: {_listed()}"
+            )
     for texts in itertools.product(*choices.values()):
         batched = ["view(b, s" in text for text in texts if text.startswith(("q", "ql_"))]
         if all(batched) or not any(batched):

@@ -244,6 +244,13 @@ def test_a_parameter_without_a_role_is_named():
         specs(liars.needs_more, ["tuning"])
 
 
+def test_a_role_is_tried_in_each_of_its_shapes():
+    def kernel(q, pool, block_table, seqlens_k, scale): ...
+
+    caches = {spec.arguments["pool"] for spec in specs(kernel, ["pool=kv_cache"])}
+    assert caches == {"kv_cache", "kv_cache.unsqueeze(2)"}
+
+
 def test_roles_are_told(capsys):
     given = (
         "a=query_batched", "b=kv_cache", "table=block_table", "lens=cache_seqlens", "factor=scale"

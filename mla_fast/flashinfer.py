@@ -3,14 +3,17 @@
 Version: flashinfer-python 0.6.6, whose kernels are compiled on first use, which needs nvcc. The backend is
 FlashInfer's own choice: "fa3" on Hopper, "fa2" elsewhere; the variant ``fa2`` asks for that one.
 Conversions: latent and rope parts of the cache are two views of it; the block table becomes the list of live
-pages; lengths are read back, since the plan is made on the host. ``lse`` is asked for in base e. Rows without
-a key are answered for here: FlashInfer masks with a finite number, and their ``lse`` is finite there. For the
-same reason a row whose scores are all below -5e4 gets the ``lse`` of that number, which nothing here mends.
-So is a call without requests, by whose number its planner divides.
+pages; lengths are read back, since the plan is made on the host. ``lse`` is asked for in base 2: for base e
+several warps multiply it in memory where it lies, and now and then twice. Rows without a key are answered for
+here: FlashInfer masks with a finite number, and their ``lse`` is finite there. So is a call without requests,
+by whose number its planner divides.
+What nothing here mends: a row whose scores are all below -5e4 gets the ``lse`` of that number; where heads do
+not divide 64, some of them may lose a token's newest key; pages from 2³² elements on are taken for others.
 Not supported: widths other than 512 + 64, other types than bfloat16, entries not aligned to 16 bytes.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,12 +93,13 @@ def on(backend: str) -> Callable[..., AttentionOutput]:
                 cu_seqlens_q, first_page, block_table[live], cache_seqlens, h, c, r, block_size, True,
                 softmax_scale, ql_nope.dtype, kv_cache.dtype,
             )  # fmt: skip
-            out, lse = planned.run(ql_nope, q_pe, latent, rope, return_lse=True, return_lse_base_on_e=True)
+            out, lse = planned.run(ql_nope, q_pe, latent, rope, return_lse=True)
         q_lens = cu_seqlens_q.diff().long()
         first_seeing = (cu_seqlens_q[1:] - cache_seqlens).repeat_interleave(q_lens)
         empty = torch.arange(t, device=out.device) < first_seeing
         return AttentionOutput(
-            out.masked_fill(empty[:, None, None], 0.0), lse.masked_fill(empty[:, None], -torch.inf)
+            out.masked_fill(empty[:, None, None], 0.0),
+            (lse * math.log(2)).masked_fill(empty[:, None], -torch.inf),
         )
 
     return flashinfer

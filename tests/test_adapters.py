@@ -376,7 +376,7 @@ def test_flash_attn_3_is_not_asked_where_there_is_no_request(
 
 
 class StandInFlashInfer:
-    """Planned on the host from packed pages; lse [t h], and -5e4 ln 2 where a row sees nothing."""
+    """Planned on the host from packed pages; lse [t h] in base 2, and -5e4 where a row sees nothing."""
 
     def __init__(self, workspace: torch.Tensor, backend: str) -> None:
         assert backend in ("auto", "fa2")
@@ -393,9 +393,8 @@ class StandInFlashInfer:
         self.planned = *lists, kv_indices, page_size, sm_scale
 
     @on_its_device
-    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, return_lse, return_lse_base_on_e):
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, return_lse):
         assert return_lse
-        assert return_lse_base_on_e
         offsets, first, lengths, pages, page_size, scale = self.planned
         assert ckv_cache.shape[1] == kpe_cache.shape[1] == page_size
         out, lse = torch.empty_like(q_nope), torch.empty(q_nope.shape[:2])
@@ -404,7 +403,7 @@ class StandInFlashInfer:
             latent, rope = (x[own].flatten(0, 1)[:length] for x in (ckv_cache, kpe_cache))
             query, key = torch.cat([q_nope[rows], q_pe[rows]], -1), torch.cat([latent, rope], -1)
             part, part_lse = attend(query, key, latent, scale, -5e4 * math.log(2))
-            out[rows], lse[rows] = part, part_lse.T
+            out[rows], lse[rows] = part, part_lse.T / math.log(2)
         return out, lse
 
 

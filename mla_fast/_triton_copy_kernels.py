@@ -270,6 +270,70 @@ def _tile_scale(largest, FLOOR: tl.constexpr, POW2: tl.constexpr):
     return scale
 
 
+@triton.jit
+def _store_latents(
+    kv_c,
+    latent,
+    scales,
+    kv_scale,
+    row,
+    there,
+    page,
+    slot,
+    live,
+    block_bytes,
+    slot_bytes,
+    stride_kv_c,
+    stride_kv_c_channel,
+    C: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALING: tl.constexpr,
+    FLOOR: tl.constexpr,
+    POW2: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The latents of tokens ``row``, encoded, and the scales of their tiles, in (page, slot) where live.
+
+    Returns: the scale of the whole cache, or of each tile, or 1.
+    """
+    tile = tl.arange(0, TILES)
+    channel = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    real = (channel < C)[None, :, :]
+    p_kv_c = kv_c + row[:, None, None] * stride_kv_c + channel[None, :, :] * stride_kv_c_channel
+    # What is not there is dropped. As ones it makes no program leave the path of ordinary tiles.
+    absent: tl.constexpr = 1.0 if SCALING == "tile" else 0.0
+    x = _float32(tl.load(p_kv_c, mask=there[:, None, None] & real, other=absent))
+    if SCALING == "none":
+        scale = 1.0
+        entry = _stored(x, latent.dtype.element_ty)
+    elif SCALING == "tensor":
+        scale = tl.load(kv_scale)
+        entry = _code(_quotient(x, scale, 2), NATIVE)
+    else:
+        steps: tl.constexpr = 1 if kv_c.dtype.element_ty.primitive_bitwidth == 16 else 2
+        largest = _largest(x)
+        scale = _tile_scale(largest, FLOOR, POW2)
+        if _ordinary(largest):
+            if POW2:
+                quotient = x * tl.div_rn(1.0, scale)[:, :, None]  # the reciprocal is exact
+            else:
+                quotient = _ordinary_quotient(x, scale[:, :, None], steps)
+        elif POW2:
+            # Under the other rule what is cut off here has the largest code anyway.
+            quotient = _clamped(x, TILED_MAX) * tl.div_rn(1.0, scale)[:, :, None]
+        else:
+            quotient = _quotient(x, scale[:, :, None], steps)
+        entry = _code(quotient, NATIVE)
+        first = page * (block_bytes // 4) + slot * (slot_bytes // 4)
+        p_scale = scales + first[:, None] + tile[None, :]
+        tl.store(p_scale, scale, mask=live[:, None] & (tile * TILE < C)[None, :])
+    size: tl.constexpr = latent.dtype.element_ty.primitive_bitwidth // 8
+    start = page * (block_bytes // size) + slot * (slot_bytes // size)
+    tl.store(latent + start[:, None, None] + channel[None, :, :], entry, mask=live[:, None, None] & real)
+    return scale
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _cache_write_kernel(
     kv_c,
@@ -310,39 +374,28 @@ def _cache_write_kernel(
     page = place // BLOCK_SIZE
     slot = place % BLOCK_SIZE
 
-    tile = tl.arange(0, TILES)
-    channel = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    real = (channel < C)[None, :, :]
-    p_kv_c = kv_c + row[:, None, None] * stride_kv_c + channel[None, :, :] * stride_kv_c_channel
-    # What is not there is dropped. As ones it makes no program leave the path of ordinary tiles.
-    absent: tl.constexpr = 1.0 if SCALING == "tile" else 0.0
-    x = _float32(tl.load(p_kv_c, mask=there[:, None, None] & real, other=absent))
-    if SCALING == "none":
-        entry = _stored(x, latent.dtype.element_ty)
-    elif SCALING == "tensor":
-        scale = tl.load(kv_scale)
-        entry = _code(_quotient(x, scale, 2), NATIVE)
-    else:
-        steps: tl.constexpr = 1 if kv_c.dtype.element_ty.primitive_bitwidth == 16 else 2
-        largest = _largest(x)
-        scale = _tile_scale(largest, FLOOR, POW2)
-        if _ordinary(largest):
-            if POW2:
-                quotient = x * tl.div_rn(1.0, scale)[:, :, None]  # the reciprocal is exact
-            else:
-                quotient = _ordinary_quotient(x, scale[:, :, None], steps)
-        elif POW2:
-            # Under the other rule what is cut off here has the largest code anyway.
-            quotient = _clamped(x, TILED_MAX) * tl.div_rn(1.0, scale)[:, :, None]
-        else:
-            quotient = _quotient(x, scale[:, :, None], steps)
-        entry = _code(quotient, NATIVE)
-        first = page * (block_bytes // 4) + slot * (slot_bytes // 4)
-        p_scale = scales + first[:, None] + tile[None, :]
-        tl.store(p_scale, scale, mask=live[:, None] & (tile * TILE < C)[None, :])
-    size: tl.constexpr = latent.dtype.element_ty.primitive_bitwidth // 8
-    start = page * (block_bytes // size) + slot * (slot_bytes // size)
-    tl.store(latent + start[:, None, None] + channel[None, :, :], entry, mask=live[:, None, None] & real)
+    scale = _store_latents(
+        kv_c,
+        latent,
+        scales,
+        kv_scale,
+        row,
+        there,
+        page,
+        slot,
+        live,
+        block_bytes,
+        slot_bytes,
+        stride_kv_c,
+        stride_kv_c_channel,
+        C,
+        TILES,
+        TILE,
+        SCALING,
+        FLOOR,
+        POW2,
+        NATIVE,
+    )
 
     if R:
         turned = tl.arange(0, R_PADDED)

@@ -19,7 +19,8 @@ class Numerics:
     kv: type that dequantised keys and values are rounded to before they are multiplied.
     operand: type that a stage's materialised result is rounded to: the absorbed query and the latent
         output (``form="absorbed"``), or the expanded keys and values (``form="expanded"``).
-    stage: type that a whole layer rounds to between its steps: projections, norms, rotations, attention.
+    stage: type that a whole layer rounds to between its steps: projections, norms, rotations, attention. A
+        write that rotates rounds a key to it before it is encoded.
     angle: type of rotary frequencies and of their product with the position. table: of cosines and sines.
     form: "latent" (no projections), "absorbed" or "expanded".
     p: type of the softmax weights in the product with the values.

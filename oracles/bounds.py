@@ -661,8 +661,8 @@ def intersection(a: Ball, b: Ball) -> Ball:
 
 
 def _between(low: torch.Tensor, high: torch.Tensor, mid: torch.Tensor) -> Ball:
-    """The ball from ``low`` to ``high``; where one of them is infinite, anything around ``mid``."""
-    radius = (high - low) / 2.0
+    """The ball from ``low`` to ``high``; where only one of them is infinite, anything around ``mid``."""
+    radius = torch.where(low == high, 0.0, (high - low) / 2.0)
     open_ended = radius == torch.inf
     return Ball(torch.where(open_ended, mid, (low + high) / 2.0), radius.masked_fill(open_ended, NO_CLAIM))
 
@@ -736,10 +736,11 @@ def cache_gather(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
 
 
 def rope(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
-    """Admissible ``x``."""
-    x = inputs.x.double()
-    ball = rotation(Ball(x, torch.zeros_like(x)), inputs.positions, inputs.rope, numerics, inputs.x.dtype)
-    return {"x": Admissible(*ball, inputs.x.dtype)}
+    """Admissible ``x``, or ``q_pe`` where keys are rotated along with queries."""
+    name = "x" if hasattr(inputs, "x") else "q_pe"
+    x = getattr(inputs, name)
+    ball = rotation(_exactly(x), inputs.positions, inputs.rope, numerics, x.dtype)
+    return {name: Admissible(*ball, x.dtype)}
 
 
 def rotation(
@@ -859,24 +860,40 @@ def _exactly(x: torch.Tensor) -> Ball:
 
 
 def new_entries(inputs: Any, numerics: Numerics) -> tuple[Ball, Ball]:
-    """kv_c [t c] and k_pe [t r] that a ``cache_write`` or a ``layer`` stores, before they are encoded.
+    """kv_c [t c] and k_pe [t r] that a ``layer`` stores, or whatever writes, before they are encoded.
 
-    Encoders go through float32, so float64 channels are rounded twice.
+    Encoders go through float32, so float64 channels are rounded twice. A key that is rotated on the way is
+    rounded to the stage type first.
     """
     if not hasattr(inputs, "hidden_states"):
-        return _by_way_of_float32(_exactly(inputs.kv_c)), _by_way_of_float32(_exactly(inputs.k_pe))
+        k_pe = _exactly(inputs.k_pe)
+        if hasattr(inputs, "rope"):
+            k_pe = _rotated_keys(k_pe, inputs.positions, inputs.rope, numerics, inputs.k_pe.dtype)
+        return _by_way_of_float32(_exactly(inputs.kv_c)), _by_way_of_float32(k_pe)
     config, dtype = inputs.config, inputs.hidden_states.dtype
     entry = _project(_exactly(inputs.hidden_states), inputs, "kv_a_proj_with_mqa", numerics)
     entry = materialised(entry, numerics.stage, dtype)
     c = config.kv_lora_rank
-    kv_c, k_pe = Ball(*(y[:, :c] for y in entry)), Ball(*(y[:, None, c:] for y in entry))
+    kv_c, k_pe = (Ball(*(y[:, part] for y in entry)) for part in (slice(c), slice(c, None)))
     weight = inputs.weights["kv_a_layernorm.weight"].double()
     acc = accumulator(numerics, dtype)
     kv_c = materialised(
         rms_norm(kv_c, weight, config.rms_norm_eps, config.kv_lora_scale, acc), numerics.stage, dtype
     )
-    k_pe = materialised(rotation(k_pe, inputs.positions, config.rope, numerics, dtype), numerics.stage, dtype)
-    return _by_way_of_float32(kv_c), _by_way_of_float32(Ball(k_pe.mid[:, 0], k_pe.radius[:, 0]))
+    k_pe = _rotated_keys(k_pe, inputs.positions, config.rope, numerics, dtype)
+    return _by_way_of_float32(kv_c), _by_way_of_float32(k_pe)
+
+
+def _rotated_keys(
+    k_pe: Ball, positions: torch.Tensor, config: RopeConfig, numerics: Numerics, dtype: torch.dtype
+) -> Ball:
+    """k_pe [t r] as it is after its rotation, in the stage type.
+
+    What is infinite in it stands for any number beyond those that can be stored, as it does for an encoder.
+    """
+    turned = rotation(Ball(*(y[:, None] for y in k_pe)), positions, config, numerics, dtype)
+    mid, radius = (y[:, 0] for y in materialised(turned, numerics.stage, dtype))
+    return Ball(mid.clamp(-NO_CLAIM, NO_CLAIM), radius)
 
 
 def _by_way_of_float32(x: Ball) -> Ball:
@@ -969,5 +986,6 @@ ADMISSIBLE: dict[str, Callable[[Any, Numerics], dict[str, Admissible]]] = {
     "merge_states": merge_states,
     "cache_gather": cache_gather,
     "rope": rope,
+    "rope_cache_write": rope,
     "layer": layer,
 }

@@ -239,6 +239,7 @@ OF_PROBLEM: dict[str, tuple[str, ...]] = {
     "paged_attention": (*_ATTENTION, "key/value heads", "axes of the pool"),
     "layer": (*_ATTENTION, "projections"),
     "cache_write": ("model c/p/r/v", *_LENGTHS, *_STORED),
+    "rope_cache_write": ("model c/p/r/v", "heads", *_LENGTHS, *_STORED, "rotation"),
     "cache_gather": ("model c/p/r/v", *_LENGTHS, *_STORED),
     "merge_states": ("model c/p/r/v", "heads", "tokens", "states", "empty states", "dtype"),
     "rope": ("model c/p/r/v", "heads", "tokens", "dtype", "values", "rotation"),
@@ -409,5 +410,7 @@ def elements(case: Case) -> int:
         width = case.num_kv_heads * (config.qk_head_dim + config.v_head_dim)
     if case.problem in ("cache_write", "cache_gather"):
         return (t + n) * width
+    if case.problem == "rope_cache_write":
+        return (t + n) * width + t * h * config.qk_rope_head_dim
     scores = sum(q_len * kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True))
     return t * h * width + n * width + weights + scores * h * width // 64

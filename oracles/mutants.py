@@ -619,7 +619,8 @@ def _cos_sin(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return angle.cos(), angle.sin()
 
 
-def _bf16_table(t: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def bf16_table(t: torch.Tensor, f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the right angles, rounded."""
     cos, sin = _cos_sin(t[:, None] * f)
     return cos.bfloat16(), sin.bfloat16()
 
@@ -642,7 +643,7 @@ def _rope_mutants() -> dict[str, tuple[Case, Run]]:
         "rope_yarn_ignored": (ROPE_YARN, config(scaling=DEFAULT, attention_factor=YARN_ROPE.table_scale)),
         "rope_yarn_without_ramp": (ROPE_YARN, config(beta_fast=81.0, beta_slow=81.0)),
         "rope_yarn_without_magnitude": (ROPE_YARN, config(attention_factor=1.0)),
-        "rope_table_in_bf16": (ROPE, by_angle(_bf16_table)),
+        "rope_table_in_bf16": (ROPE, by_angle(bf16_table)),
         "rope_frequencies_in_bf16": (ROPE, by_angle(_bf16_frequencies)),
         "rope_positions_in_bf16": (ROPE, by_angle(lambda t, f: _cos_sin(t.bfloat16().double()[:, None] * f))),
         "rope_angle_in_float32": (exact, by_angle(lambda t, f: _cos_sin(t.float()[:, None] * f.float()))),
@@ -830,7 +831,7 @@ def _layer_mutants() -> dict[str, tuple[Case, Run]]:
         "layer_values_first": (LAYER, weight("kv_b_proj.weight", values_first)),
         "layer_positions_from_zero": (LAYER, changed(right, positions=from_zero)),
         "layer_caches_unrotated": (LAYER, caching(unrotated)),
-        "layer_rotates_by_a_table_in_bf16": (LAYER, caching_rotated(_bf16_table)),
+        "layer_rotates_by_a_table_in_bf16": (LAYER, caching_rotated(bf16_table)),
         "layer_rotates_by_frequencies_in_bf16": (LAYER, caching_rotated(_bf16_frequencies)),
         "layer_caches_next_position": (LAYER, caching(lambda x: x._replace(positions=x.positions + 1))),
     }
@@ -874,7 +875,7 @@ def _capacity_mutants() -> dict[str, tuple[Case, Run]]:
 
 def right(case: Case) -> tuple[Run, Numerics]:
     """What the mutants of this case were before their edit, and what it declares."""
-    from oracles import precision_mutants
+    from oracles import fused_mutants, precision_mutants
 
     references: dict[str, Callable[..., Any]] = {
         "paged_attention": paged_attention,
@@ -888,12 +889,15 @@ def right(case: Case) -> tuple[Run, Numerics]:
     numerics = next(mutant.numerics for mutant in mutants() if mutant.case == case)
     if numerics.p != EXACT:
         return precision_mutants.kernel(), numerics
+    if case.problem == "rope_cache_write":
+        return fused_mutants.fused(), numerics
     fn = references.get(case.problem)
     return (departing() if fn is None else changed(fn)), numerics
 
 
 def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
-    from oracles import engine_mutants, precision_mutants, probe_mutants  # edits of what is defined here
+    # edits of what is defined here
+    from oracles import engine_mutants, fused_mutants, precision_mutants, probe_mutants
 
     expanded = [replace(case, problem="attention") for case in (LATENT, PER_TENSOR, TILED, EMPTY)]
     yield Numerics(), _attention_mutants(LATENT, PER_TENSOR, TILED, EMPTY)
@@ -922,6 +926,7 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
         engine_mutants.rope_mutants,
         engine_mutants.cache_mutants,
         engine_mutants.capacity_mutants,
+        fused_mutants.fused_mutants,
     ):
         yield Numerics(), family()
     for family in (_layer_mutants, probe_mutants.layer_mutants, engine_mutants.layer_mutants):

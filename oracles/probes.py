@@ -33,7 +33,7 @@ from oracles.verdict import Finding
 ATTENTION = ("latent_attention", "attention", "paged_attention")
 
 # Every problem whose inputs are tensors.
-OF_TENSORS = (*ATTENTION, "merge_states", "rope", "cache_write", "cache_gather", "layer")
+OF_TENSORS = (*ATTENTION, "merge_states", "rope", "cache_write", "rope_cache_write", "cache_gather", "layer")
 LATENT = ("latent_attention", "attention")
 
 # Scales of probes: dropped or squared they are far off, and products with them are exact.

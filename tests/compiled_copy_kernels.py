@@ -14,7 +14,7 @@ import triton
 from compiled_kernels import target, usage
 from triton.runtime.jit import KernelInterface
 
-from mla_fast import triton_cache_gather, triton_cache_write, triton_merge_states
+from mla_fast import triton_cache_gather, triton_cache_write, triton_merge_states, triton_rope_cache_write
 from mla_fast._stored_entries import SCALINGS
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
@@ -32,12 +32,15 @@ CASES = (
     ("cache_write", "fp8_e4m3", "bfloat16", 512, 64),
     ("cache_write", "fp8_ds_mla", "bfloat16", 512, 64),
     ("cache_write", "fp8_ds_mla_pow2", "float16", 512, 64),
+    ("rope_cache_write", "bf16", "bfloat16", 512, 64),
+    ("rope_cache_write", "fp8_ds_mla", "bfloat16", 512, 64),
     ("merge_states", "bf16", "bfloat16", 512, 64),
     ("merge_states", "bf16", "float64", 512, 64),
 )
 LAUNCHERS = {
     "cache_gather": triton_cache_gather,
     "cache_write": triton_cache_write,
+    "rope_cache_write": triton_rope_cache_write,
     "merge_states": triton_merge_states,
 }
 WIDTH = re.compile(r"\b(ld|st)\.global(?:\.\w+::\w+)*(?:\.v(\d))?\.[a-z](\d+)")
@@ -66,7 +69,8 @@ def compile_all(capability: int) -> None:
     triton.runtime.driver.set_active(target(capability)())
     triton_merge_states.INTERPRETED_BYTES = triton_merge_states.BYTES
     triton_cache_gather.INTERPRETED_ELEMENTS = triton_cache_gather.ELEMENTS
-    for launcher in (triton_cache_gather, triton_cache_write):
+    writers = triton_cache_write, triton_rope_cache_write
+    for launcher in (triton_cache_gather, *writers):
         launcher.converts_e4m3 = lambda _: capability >= 89
     compiled = []
 
@@ -80,8 +84,11 @@ def compile_all(capability: int) -> None:
     for row in CASES:
         inputs = problem(row[0]).materialize(case_of(*row), torch.device("cpu"))
         backend = LAUNCHERS[row[0]].BACKEND
-        triton_cache_write.INTERPRETED = triton_cache_write.TILES[SCALINGS[row[1]].kind]
-        variants = {"default": backend.fn, **(backend.variants if "fp8" in row[1] else {})}
+        for launcher in writers:
+            launcher.INTERPRETED = launcher.TILES[SCALINGS[row[1]].kind]
+        # What rotates as well converts by the code of ``cache_write``.
+        both = "fp8" in row[1] and row[0] != "rope_cache_write"
+        variants = {"default": backend.fn, **(backend.variants if both else {})}
         for variant, fn in variants.items():
             fn(*inputs)
             for name, kernel in compiled:

@@ -14,6 +14,7 @@ from mla_ref.layout import CacheLayout
 from mla_ref.problem import problem, problems
 from mla_ref.values import REGIMES
 from oracles import mutants
+from oracles.fused_mutants import FUSED
 from oracles.mutants import YARN_ROPE
 from oracles.oracle import storage_bytes
 from oracles.verdict import Verdict
@@ -26,6 +27,7 @@ CASES = {
     "EXPANDED": replace(
         mutants.LATENT, problem="attention", dtype="float16", layout=CacheLayout(entry_align=256)
     ),
+    "FUSED": FUSED,
 }
 
 # sha256 of every number, and of every tensor's dtype, shape, strides and memory, gaps included. Where one of
@@ -41,6 +43,7 @@ GOLDEN = {
     "READ": "d6aaf89cbd7ca0a9",
     "LAYER": "082005dc8098aad6",
     "EXPANDED": "d83d7c240168f005",
+    "FUSED": "5764f252c5132bd0",
 }
 
 

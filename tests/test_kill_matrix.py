@@ -163,7 +163,11 @@ def test_names_are_checked():
         matching(mutants(), ["nobody"], None, None)
     with pytest.raises(ValueError, match="oracle 'nobody' is not one of"):
         matching(mutants(), None, None, ["nobody"])
-    assert {m.case.problem for m in matching(mutants(), None, None, ["stored"])} == {"cache_write", "layer"}
+    assert {m.case.problem for m in matching(mutants(), None, None, ["stored"])} == {
+        "cache_write",
+        "rope_cache_write",
+        "layer",
+    }
 
 
 def test_the_command_counts_survivors(capsys):

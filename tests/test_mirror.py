@@ -23,7 +23,15 @@ from oracles.verify import find_backend, judge
 from oracles.worker import ITEM, Limits
 
 HERE, THERE = "cpu:0", "cpu"
-PROBLEMS = ("latent_attention", "paged_attention", "merge_states", "cache_write", "rope", "layer")
+PROBLEMS = (
+    "latent_attention",
+    "paged_attention",
+    "merge_states",
+    "cache_write",
+    "rope_cache_write",
+    "rope",
+    "layer",
+)
 
 
 class Output(NamedTuple):

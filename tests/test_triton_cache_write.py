@@ -328,7 +328,7 @@ def test_copying_kernels_compile_without_spilling(capability: int, tmp_path: Pat
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     kernels = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(kernels) == 18
+    assert len(kernels) == 20
     for kernel in kernels:
         assert kernel["STACK"] == 0, kernel
         assert kernel["shared"] <= SHARED_BYTES[capability], kernel

@@ -45,6 +45,7 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     ),
     "copy": (
         *(Shape("cache_write", 32, 16, 8192, 8192, fmt) for fmt in COPIED),
+        *(Shape("rope_cache_write", 32, 16, 8192, 8192, fmt) for fmt in COPIED),
         *(Shape("cache_gather", 32, 16, 8192, 8192, fmt) for fmt in COPIED),
         Shape("merge_states", 2, 16, 32768, 4096),
         Shape("merge_states", 8, 16, 8192, 4096),

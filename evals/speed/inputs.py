@@ -23,6 +23,7 @@ from mla_ref.problems.cache_gather import CacheGatherInputs
 from mla_ref.problems.cache_write import CacheWriteInputs
 from mla_ref.problems.latent_attention import LatentAttentionInputs
 from mla_ref.problems.merge_states import MergeStatesInputs
+from mla_ref.problems.rope_cache_write import RopeCacheWriteInputs
 from mla_ref.values import bell
 
 DRAWN = 2**20  # values of a tensor that are drawn
@@ -161,6 +162,24 @@ def _cache_write(case: Case, device: torch.device) -> CacheWriteInputs:
     )
 
 
+def _rope_cache_write(case: Case, device: torch.device) -> RopeCacheWriteInputs:
+    """The same, at the positions that these tokens have in their requests."""
+    write, lengths = _cache_write(case, device), _lengths(case)
+    positions = [torch.arange(kv - n, kv) for kv, n in zip(case.kv_lens, lengths, strict=True)]
+    shape = sum(lengths), case.config.num_heads, case.config.qk_rope_head_dim
+    return RopeCacheWriteInputs(
+        q_pe=filled(case.seed, "q_pe", shape, write.k_pe.dtype, device),
+        kv_c=write.kv_c,
+        k_pe=write.k_pe,
+        positions=torch.cat(positions).to(device),
+        rope=case.config.rope,
+        kv_cache=write.kv_cache,
+        slot_mapping=write.slot_mapping,
+        cache_format=write.cache_format,
+        kv_scale=write.kv_scale,
+    )
+
+
 def _cache_gather(case: Case, device: torch.device) -> CacheGatherInputs:
     """The last q_lens[i] cached tokens of each request."""
     cache, (c, r), lengths = cache_of(case, device), _widths(case), _lengths(case)
@@ -193,6 +212,7 @@ INPUTS: dict[str, Callable[[Case, torch.device], Any]] = {
     "latent_attention": _latent_attention,
     "attention": _attention,
     "cache_write": _cache_write,
+    "rope_cache_write": _rope_cache_write,
     "cache_gather": _cache_gather,
     "merge_states": _merge_states,
 }

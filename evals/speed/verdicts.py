@@ -28,6 +28,7 @@ ORACLES = {
     "merge_states": ("value", "lse"),
     "cache_gather": ("value",),
     "cache_write": ("stored",),
+    "rope_cache_write": ("stored", "value"),
 }
 FEW = 8  # new tokens of a request that are judged at one place
 MANY = 64  # rows of a merge

@@ -15,6 +15,8 @@ attention         the cheaper of two forms:                   entries; t h (p + 
                   2 h c (p + v) a token that is seen;
                   absorbed: as above, and 2 h c (p + v) a query
 cache_write       0                                           t (c + r) channels and 8 of slot; entries
+rope_cache_write  0                                           as cache_write; t h r queries and 8 of position;
+                                                              t h r queries
 cache_gather      0                                           entries; t (c + r) channels
 merge_states      0                                           s t h (v channels, lse); t h (v channels, lse)
 """
@@ -27,7 +29,7 @@ import torch
 from mla_ref.case import Case
 from mla_ref.formats import cache_format
 
-LSE_BYTES, SLOT_BYTES = 4, 8
+LSE_BYTES, SLOT_BYTES, POSITION_BYTES = 4, 8, 8
 
 
 class Work(NamedTuple):
@@ -88,6 +90,13 @@ def _cache_write(case: Case) -> Work:
     return Work(0, t * (case.config.entry_width * _size(case) + SLOT_BYTES), t * _entry(case))
 
 
+def _rope_cache_write(case: Case) -> Work:
+    write = _cache_write(case)
+    t = sum(min(q, kv) for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
+    queries = t * case.config.num_heads * case.config.qk_rope_head_dim * _size(case)
+    return Work(0, write.bytes_read + queries + t * POSITION_BYTES, write.bytes_written + queries)
+
+
 def _cache_gather(case: Case) -> Work:
     t = sum(min(q, kv) for q, kv in zip(case.q_lens, case.kv_lens, strict=True))
     return Work(0, t * _entry(case), t * case.config.entry_width * _size(case))
@@ -103,6 +112,7 @@ WORK: dict[str, Callable[[Case], Work]] = {
     "latent_attention": _latent_attention,
     "attention": _attention,
     "cache_write": _cache_write,
+    "rope_cache_write": _rope_cache_write,
     "cache_gather": _cache_gather,
     "merge_states": _merge_states,
 }

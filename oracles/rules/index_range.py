@@ -24,7 +24,7 @@ from mla_ref.layout import POISON_BYTE
 from oracles.compare import identical, worst_of
 from oracles.memory import ran_out, refused_beyond
 from oracles.oracle import Oracle, Raised, Trial, private_copy, storage_bytes
-from oracles.probes import nothing, pools, same
+from oracles.probes import agree, nothing, pools, same
 from oracles.verdict import Finding
 
 FAR = 2**31
@@ -85,6 +85,13 @@ def _as_before(trial: Trial, output: Any, moved: Any, where: str) -> Finding:
             got = got[-want.shape[0] :]
             findings.append(_between(name, got, want))
         findings.append(identical(name, got, want, "n k e", trial.inputs))
+    first = trial.run(trial.inputs)
+    for name, expected in trial.expected().items():
+        letters, pair = trial.problem.output_shapes[name], (getattr(output, name), getattr(first, name))
+        finding = identical(name, *pair, letters, trial.inputs)
+        if not finding.ok:
+            finding = agree(name, *pair, expected, expected, letters, trial.inputs)
+        findings.append(finding)
     worst = worst_of(findings)
     return worst if worst.ok else replace(worst, detail=f"{what}: {worst.detail}")
 
@@ -178,6 +185,7 @@ ORACLE = Oracle(
         "paged_attention",
         "cache_gather",
         "cache_write",
+        "rope_cache_write",
         "merge_states",
         "rope",
     ),
@@ -190,6 +198,7 @@ ORACLE = Oracle(
         "query_offset_in_32_bits",
         "states_offset_in_32_bits",
         "write_token_offset_in_32_bits",
+        "fused_query_offset_in_32_bits",
     ),
     on_device=True,  # memory this large is not sent
 )

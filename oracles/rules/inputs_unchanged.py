@@ -35,5 +35,6 @@ ORACLE = Oracle(
     kills=(
         "query_scaled_in_place",
         "store_past_the_end",
+        "fused_queries_in_place",
     ),
 )

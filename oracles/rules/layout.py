@@ -78,7 +78,15 @@ def moved(inputs: Any, case: Case) -> Any:
 ORACLE = Oracle(
     name="layout",
     check=check,
-    problems=("latent_attention", "attention", "paged_attention", "cache_gather", "cache_write", "layer"),
+    problems=(
+        "latent_attention",
+        "attention",
+        "paged_attention",
+        "cache_gather",
+        "cache_write",
+        "rope_cache_write",
+        "layer",
+    ),
     kills=(
         "layout_block_stride_assumed",
         "layout_entry_stride_assumed",

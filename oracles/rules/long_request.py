@@ -74,7 +74,7 @@ def _lengths(name: str, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 ORACLE = Oracle(
     name="long_request",
     check=check,
-    problems=(*ATTENTION, "merge_states", "rope", "cache_write", "cache_gather"),
+    problems=(*ATTENTION, "merge_states", "rope", "cache_write", "rope_cache_write", "cache_gather"),
     kills=(
         "keys_counted_in_16_bits",
         "keys_beyond_a_table_of_splits",
@@ -83,6 +83,7 @@ ORACLE = Oracle(
         "paged_keys_counted_in_16_bits",
         "states_of_tokens_beyond_a_grid",
         "write_tokens_beyond_a_grid",
+        "fused_queries_beyond_a_grid",
         "read_beyond_a_workspace",
     ),
 )

@@ -1,7 +1,8 @@
 """The edges of a format, and a second time.
 
 Claim: channels at the edges of a format (zeros, the largest and the smallest numbers, halves between two
-    codes) are stored as the format says; and what is read back and written again is stored as the same codes.
+    codes) are stored as the format says; and what is read back and written again is stored as the same codes,
+    where nothing is rotated on the way.
 Why: a conversion without saturation turns an outlier into NaN, a tile of zeros divides by zero, a reader and
     a writer that scale differently drift apart at every copy of a page.
 Exact or bounded: codes up to the roundings before them. The second time bit for bit: a code's neighbours are
@@ -35,7 +36,7 @@ def check(trial: Trial) -> Finding:
     finding = stored.check(
         replace(trial, inputs=inputs, run=lambda _: output, left=lambda: left, expected=trial.expected)
     )
-    if not finding.ok or inputs.kv_c.dtype == torch.float16:
+    if not finding.ok or inputs.kv_c.dtype == torch.float16 or hasattr(inputs, "rope"):
         return finding
     first = _written(inputs, left.kv_cache)
     again = private_copy(_with_channels(inputs, *_channels(inputs, first, inputs.kv_c.dtype)))
@@ -97,11 +98,13 @@ def _codes(inputs: Any, entries: torch.Tensor) -> torch.Tensor:
 ORACLE = Oracle(
     name="quantiser",
     check=check,
-    problems=("cache_write",),
+    problems=("cache_write", "rope_cache_write"),
     kills=(
         "write_unsaturated",
         "write_truncated",
         "write_multiplies_by_scale",
         "write_scale_in_bf16",
+        "fused_keys_unscaled",
+        "fused_rounded_before_quantising",
     ),
 )

@@ -54,6 +54,7 @@ ORACLE = Oracle(
         "merge_states",
         "cache_gather",
         "rope",
+        "rope_cache_write",
     ),
-    kills=("semaphore_not_reset",),
+    kills=("semaphore_not_reset", "fused_queries_in_place"),
 )

@@ -52,7 +52,7 @@ def check(trial: Trial) -> Finding:
 ORACLE = Oracle(
     name="stored",
     check=check,
-    problems=("cache_write", "layer"),
+    problems=("cache_write", "rope_cache_write", "layer"),
     kills=(
         "write_next_slot",
         "write_negative_slot",
@@ -72,5 +72,18 @@ ORACLE = Oracle(
         "layer_rotates_by_a_table_in_bf16",
         "layer_rotates_by_frequencies_in_bf16",
         "write_returns_a_copy",
+        "fused_keys_half_split",
+        "fused_keys_moved",
+        "fused_keys_not_rotated",
+        "fused_keys_rotated_twice",
+        "fused_keys_late",
+        "fused_positions_of_slots",
+        "fused_positions_of_written_tokens",
+        "fused_magnitude_of_queries_alone",
+        "fused_table_in_bf16",
+        "fused_products_in_bf16",
+        "fused_quantised_before_rotation",
+        "fused_rounded_before_quantising",
+        "fused_keys_unscaled",
     ),
 )

@@ -80,5 +80,6 @@ ORACLE = Oracle(
         "states_lse_taken_for_packed",
         "rope_taken_for_packed",
         "write_rope_by_the_latents_stride",
+        "fused_keys_by_the_stride_of_a_head",
     ),
 )

@@ -101,5 +101,8 @@ ORACLE = Oracle(
         "products_added_in_bf16",
         "splits_exchanged",
         "last_page_stale",
+        "fused_queries_half_split",
+        "fused_positions_in_16_bits",
+        "fused_queries_without_slots_not_rotated",
     ),
 )

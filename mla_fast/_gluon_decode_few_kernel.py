@@ -9,14 +9,22 @@ Grid: (parts,), at most one program an SM. A program walks the items of its part
                  the item's end
         scores   Q[:, tile] · codes of its tile, times the keys' scales, and a quarter of the rope part; the
                  partial scores of four tiles are added through shared memory, by every warp for itself
-        values   weights times the keys' scales, rounded, by codes of its tile
+        values   weights times the keys' scales, rounded to float16, by codes of its tile; where that does not
+             do, by bfloat16 in two parts
 Codes become 16-bit numbers in registers, on the way into a product. One partition, not one for each half:
 what such a loop waits for are instructions, and so two warps of a scheduler run the same.
 
-Types: a code is exact in float16 (as key) and bfloat16 (as value). A row's query in a tile is scaled by a
-power of two and rounded to float16, which changes no channel that is above 2⁻³⁰ of the largest. Scores, sums,
-weights and accumulators float32; a weight times a tile's scale is rounded to bfloat16. Exponentials are base
-2. The maximum is lazy, as in ``_gluon_decode_kernel``. A value's code of 0x7f or 0xff, NaN, counts as ±480.
+Types: a code is exact in float16 and in bfloat16. A row's query in a tile is scaled by a power of two and
+rounded to float16, which changes no channel that is above 2⁻³⁰ of the largest. Scores, sums, weights and
+accumulators float32. Exponentials are base 2. The maximum is lazy, as in ``_gluon_decode_kernel``.
+
+float16 is two instructions from two codes where bfloat16 is five, and has eleven bits, but a range of forty
+binades. A weight is at most 2^SLACK. Scales are counted in an item's unit, a power of two, and a block that
+all rows see and whose scales are at least the unit and less than 2^SPAN of it takes float16: a weight times
+its scale does not overflow, and what underflow takes is at most 2⁻²⁵ of a key's value, as if the weight alone
+were rounded. Other blocks take bfloat16, of which two have sixteen bits and no such range. That holds for
+whatever is masked: dead codes are NaN in float16 and ±480 as they become bfloat16, and the bits of a row do
+not depend on the scales of keys that it does not see.
 """
 
 from triton.experimental import gluon
@@ -33,7 +41,6 @@ from mla_fast._gluon_decode_kernel import (
     LOWEST,
     PAIR,
     ROPE,
-    SLACK,
     _kv_len,
     _opaque,
     _pages,
@@ -47,6 +54,10 @@ OWNERS: gl.constexpr = gl.constexpr(8)  # warps: a tile's two halves beside each
 CHUNK: gl.constexpr = gl.constexpr(32)  # keys of a product, 16 of each half
 N: gl.constexpr = gl.constexpr(16)  # rows
 PLACES: gl.constexpr = gl.constexpr(4)  # for a block each
+SLACK: gl.constexpr = gl.constexpr(4.0)  # powers of two by which a weight may exceed 1
+SPAN: gl.constexpr = gl.constexpr(11)  # binades of scales, with a weight's and float16's last 16
+BELOW: gl.constexpr = gl.constexpr(8)  # of these, up to the largest of an item's first block
+BINADE: gl.constexpr = gl.constexpr(1 << 23)  # of float32's bits
 
 _EXPAND = """
     shl.b32 left, {w}, 4;
@@ -70,6 +81,18 @@ KEYS_ASM: gl.constexpr = gl.constexpr("""{
 # place of bfloat16's are 2⁻¹²⁰ of the value, subnormals included.
 ROPE_ASM: gl.constexpr = gl.constexpr(_HEAD + _EXPAND.format(w="$2", e="$0", o="$1") + "}")
 # The same four channels of two keys, as four pairs of keys.
+FLOAT16_VALUES_ASM: gl.constexpr = gl.constexpr("""{
+    .reg .b32 first, second;
+    .reg .b16 even, odd;
+    prmt.b32 first, $4, $5, 0x5140;
+    prmt.b32 second, $4, $5, 0x7362;
+    mov.b32 {even, odd}, first;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+    mov.b32 {even, odd}, second;
+    cvt.rn.f16x2.e4m3x2 $2, even;
+    cvt.rn.f16x2.e4m3x2 $3, odd;
+}""")
 VALUES_ASM: gl.constexpr = gl.constexpr(
     _HEAD
     + "prmt.b32 first, $4, $5, 0x5410;\n prmt.b32 second, $4, $5, 0x7632;\n"
@@ -96,9 +119,17 @@ def _rope_keys(b_code):
 
 @gluon.jit
 def _values(b_code):
-    """bfloat16 of codes; of the bits (key 0, channel 1, channel 0) of a place all three change places."""
+    """bfloat16 of codes, ±480 of NaN; of a place's bits (key 0, channel 1, channel 0) all change places."""
     return gl.inline_asm_elementwise(
         VALUES_ASM, "=r,=r,=r,=r,r,r", [b_code], dtype=gl.bfloat16, is_pure=True, pack=8
+    )
+
+
+@gluon.jit
+def _float16_values(b_code):
+    """float16 of codes, in the same order."""
+    return gl.inline_asm_elementwise(
+        FLOAT16_VALUES_ASM, "=r,=r,=r,=r,r,r", [b_code], dtype=gl.float16, is_pure=True, pack=8
     )
 
 
@@ -285,7 +316,7 @@ def _added(s_part, L_4: gl.constexpr):
 
 
 @gluon.jit
-def _weighted(b_p, b_scale, s_code, FIRST: gl.constexpr, b_o, L_S: gl.constexpr):
+def _weighted(b_p, b_scale, s_code, FIRST: gl.constexpr, b_o, L_S: gl.constexpr, FLOAT16: gl.constexpr):
     """b_o + weights [2, N, 16] of a chunk's keys, times their scales [4, 2, 16], · values."""
     L: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 0, 4], [0, 0, 8], [0, 8, 0]],
@@ -294,16 +325,42 @@ def _weighted(b_p, b_scale, s_code, FIRST: gl.constexpr, b_o, L_S: gl.constexpr)
         [],
         [4, 32, 128],
     )
-    b_w = (b_p[None, :, :, :] * b_scale[:, :, None, :]).to(gl.bfloat16).reshape([OWNERS, N, 16])
-    b_v = _values(s_code.slice(FIRST, CHUNK, dim=1).load(L))
+    L_W: gl.constexpr = gl.DotOperandLayout(0, L_S, 2)
+    b_w = (b_p[None, :, :, :] * b_scale[:, :, None, :]).reshape([OWNERS, N, 16])
+    b_code = s_code.slice(FIRST, CHUNK, dim=1).load(L)
+    b_v = _float16_values(b_code) if FLOAT16 else _values(b_code)
     # Bits: half; key 3-1, 0; channel 6-4, 3-2, 1, 0. At (key 0, channel 1, 0) lies (channel 1, 0, key 0).
     b_v = (
         b_v.reshape([TILES, 2, 8, 2, 8, 4, 2, 2])
         .permute((0, 1, 2, 7, 5, 3, 6, 4))
         .reshape([OWNERS, 16, TILE])
     )
-    b_w = gl.convert_layout(b_w, gl.DotOperandLayout(0, L_S, 2))
-    return mma_v2(b_w, gl.convert_layout(b_v, gl.DotOperandLayout(1, L_S, 2)), b_o)
+    b_v = gl.convert_layout(b_v, gl.DotOperandLayout(1, L_S, 2))
+    if FLOAT16:
+        return mma_v2(gl.convert_layout(b_w.to(gl.float16), L_W), b_v, b_o)
+    else:  # noqa: RET505 (a branch that is decided at compile time needs its else)
+        b_high = b_w.to(gl.bfloat16)
+        b_low = (b_w - b_high.to(gl.float32)).to(gl.bfloat16)
+        b_o = mma_v2(gl.convert_layout(b_low, L_W), b_v, b_o)
+        return mma_v2(gl.convert_layout(b_high, L_W), b_v, b_o)
+
+
+@gluon.jit
+def _turn(
+    operands, s_code, s_next_code, s_next_pe, b_s_0, b_s_1, b_m, b_scale_0, b_scale_1, next_scale_1, b_o,
+    scale_log2, per_unit, L_S: gl.constexpr, TILED: gl.constexpr, FLOAT16: gl.constexpr,
+):  # fmt: skip
+    """Sums of a block's weights, the output with its values, and the second partial scores of the next."""
+    b_q, b_q_pe, b_unit = operands
+    b_p_0 = gl.exp2(b_s_0 * scale_log2 - b_m[:, :, None])
+    b_p_1 = gl.exp2(b_s_1 * scale_log2 - b_m[:, :, None])
+    b_l = gl.sum(b_p_0 + b_p_1, 2)
+    if TILED:
+        b_scale_0 = b_scale_0 * per_unit
+        b_scale_1 = b_scale_1 * per_unit
+    b_o = _weighted(b_p_0, b_scale_0, s_code, 0, b_o, L_S, FLOAT16)
+    b_next_1 = _partial_scores(b_q, b_q_pe, b_unit, s_next_code, s_next_pe, next_scale_1, CHUNK, L_S, TILED)
+    return b_l, _weighted(b_p_1, b_scale_1, s_code, CHUNK, b_o, L_S, FLOAT16), b_next_1
 
 
 @gluon.jit
@@ -323,6 +380,34 @@ def _block_scales(s_scale, L_4: gl.constexpr, TILED: gl.constexpr):
     s_scale = s_scale.permute((1, 0))
     b_scale_0 = _load_scales(s_scale.slice(0, CHUNK, dim=1), L_4, TILED)
     return b_scale_0, _load_scales(s_scale.slice(CHUNK, CHUNK, dim=1), L_4, TILED)
+
+
+@gluon.jit
+def _scale_bits(s_scale):
+    """[256]: the bits of a block's scales, all of them in every warp."""
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [32, 0]],
+        [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
+        [[0, 0], [0, 0], [0, 0]],
+        [],
+        [64, 4],
+    )
+    return s_scale.load(L).to(gl.int32, bitcast=True).reshape([BLOCK * TILES])
+
+
+@gluon.jit
+def _unit_exponent(s_scale, is_seen):
+    """Of an item's unit: BELOW its first block's largest scale, or 0 for what is unseen or far from 1."""
+    exponent = gl.max(_scale_bits(s_scale), 0) // BINADE - 127
+    return exponent - BELOW if is_seen and exponent > -30 and exponent < 30 else exponent * 0
+
+
+@gluon.jit
+def _fits(s_scale, unit_exponent):
+    """Whether all scales of a block are at least the unit and less than 2^SPAN of it."""
+    b_bits = _scale_bits(s_scale)
+    low = (unit_exponent + 127) * BINADE
+    return (gl.min(b_bits, 0) >= low) & (gl.max(b_bits, 0) < low + SPAN * BINADE)
 
 
 @gluon.jit
@@ -434,12 +519,18 @@ def _attend(
         b_q, b_q_pe, b_unit = _query(
             q_nope, q_pe, stride_nope, stride_pe, row, gl.load(items + i_item * FIELDS + 5), L_S, TILED
         )
+        operands = (b_q, b_q_pe, b_unit)
         b_m = gl.full([2, N], LOWEST, gl.float32, L_ROW)
         b_l = gl.full([2, N], 0.0, gl.float32, L_ROW)
         b_o = gl.zeros([OWNERS, N, TILE], gl.float32, L_S)
         # The scores of a block are begun under the softmax and the values of the one before.
         i_at = i_copy & (PLACES - 1)
         mbarrier.wait(bar_block.index(i_at), (i_copy // PLACES) & 1, pred=first < last)
+        fits, unit_exponent, scale_unit, per_unit = True, 0, 1.0, 1.0
+        if TILED:
+            unit_exponent = _unit_exponent(s_scales.index(i_at), first * BLOCK + BLOCK <= visible)
+            fits = _fits(s_scales.index(i_at), unit_exponent)
+            scale_unit, per_unit = gl.exp2(unit_exponent * 1.0), gl.exp2(unit_exponent * -1.0)
         b_scale_0, b_scale_1 = _block_scales(s_scales.index(i_at), L_4, TILED)
         b_next_0 = _partial_scores(
             b_q, b_q_pe, b_unit, s_codes.index(i_at), s_pes.index(i_at), b_scale_0, 0, L_S, TILED
@@ -454,6 +545,10 @@ def _attend(
             mbarrier.wait(bar_block.index(i_next), ((i_copy + 1) // PLACES) & 1, pred=i + 1 < last)
             b_s_0 = _added(s_part_0, L_4)
             b_s_1 = _added(s_part_1, L_4)
+            takes_float16 = i * BLOCK + BLOCK <= visible
+            if TILED:
+                takes_float16 = takes_float16 & fits
+                fits = _fits(s_scales.index(i_next), unit_exponent)
             c_scale_0, c_scale_1 = _block_scales(s_scales.index(i_next), L_4, TILED)
             b_next_0 = _partial_scores(
                 b_q, b_q_pe, b_unit, s_codes.index(i_next), s_pes.index(i_next), c_scale_0, 0, L_S, TILED
@@ -469,14 +564,20 @@ def _attend(
             b_m = gl.where(b_top > b_m + SLACK, b_top, b_m)
             b_alpha = gl.exp2(b_before - b_m)
             b_o = _rescaled(b_o, _owned(b_alpha, L_4, L_S))
-            b_p_0 = gl.exp2(b_s_0 * scale_log2 - b_m[:, :, None])
-            b_p_1 = gl.exp2(b_s_1 * scale_log2 - b_m[:, :, None])
-            b_l = b_l * b_alpha + gl.sum(b_p_0 + b_p_1, 2)
-            b_o = _weighted(b_p_0, b_scale_0, s_codes.index(i_at), 0, b_o, L_S)
-            b_next_1 = _partial_scores(
-                b_q, b_q_pe, b_unit, s_codes.index(i_next), s_pes.index(i_next), c_scale_1, CHUNK, L_S, TILED
-            )
-            b_o = _weighted(b_p_1, b_scale_1, s_codes.index(i_at), CHUNK, b_o, L_S)
+            # Each branch has the next scores, too: they run under the products of the values.
+            if takes_float16:
+                b_sum, b_o, b_next_1 = _turn(
+                    operands, s_codes.index(i_at), s_codes.index(i_next), s_pes.index(i_next),
+                    b_s_0, b_s_1, b_m, b_scale_0, b_scale_1, c_scale_1, b_o, scale_log2, per_unit,
+                    L_S, TILED, True,
+                )  # fmt: skip
+            else:
+                b_sum, b_o, b_next_1 = _turn(
+                    operands, s_codes.index(i_at), s_codes.index(i_next), s_pes.index(i_next),
+                    b_s_0, b_s_1, b_m, b_scale_0, b_scale_1, c_scale_1, b_o, scale_log2, per_unit,
+                    L_S, TILED, False,
+                )  # fmt: skip
+            b_l = b_l * b_alpha + b_sum
             async_copy.mbarrier_arrive(bar_free.index(i_at), increment_count=False)
             _store_partial(s_part_0, b_next_0)
             _store_partial(s_part_1, b_next_1)
@@ -494,7 +595,7 @@ def _attend(
         b_sum = s_l_of.index(0).load(L_ONE) * gl.exp2(b_m_0 - b_top)
         b_sum += s_l_of.index(1).load(L_ONE) * gl.exp2(b_m_1 - b_top)
         b_lse = gl.where(b_sum == 0.0, float("-inf"), b_top + gl.log2(b_sum))
-        b_one = unit / gl.where(b_sum == 0.0, 1.0, b_sum)
+        b_one = unit * scale_unit / gl.where(b_sum == 0.0, 1.0, b_sum)
         b_o = b_o * _owned(gl.exp2(b_m - b_top[None, :]) * b_one[None, :], L_4, L_S)
         slot = gl.load(items + i_item * FIELDS + 3)
         num_rows = _opaque(gl.load(items + i_item * FIELDS + 5))

@@ -28,7 +28,7 @@ from mla_fast.gluon_decode_fp8 import TILED, check_read, why_not_read
 from mla_ref.backend import Backend, Prepared
 from mla_ref.case import Case
 from mla_ref.formats import CacheFormat
-from mla_ref.numerics import EXACT, INPUT, Numerics
+from mla_ref.numerics import EXACT, Numerics
 from mla_ref.problem import AttentionOutput, implements
 from mla_ref.problems.latent_attention import PROBLEM, LatentAttentionInputs
 
@@ -140,7 +140,7 @@ def _gluon_decode_few(batch_invariant: bool) -> Callable[..., AttentionOutput]:
 
         Raises: ValueError for what ``supports`` declines. Lengths and block ids are the caller's promise.
         Error: scores, softmax, sums and partial results in float32; each tile's weights, times its scale,
-        rounded to bfloat16.
+        rounded to float16 where the scales fit, else to two numbers of bfloat16.
         """
         inputs = LatentAttentionInputs(
             ql_nope,
@@ -185,14 +185,14 @@ BACKEND = Backend(
     Numerics(
         accumulate="float32",
         kv=EXACT,
-        p=INPUT,
+        p="float16",
         shared_p=False,  # a tile's weights are rounded after its scale
         sum_rounded_p=False,
         partial="float32",
         max_splits=132 * HALVES,
         merge_depth=2,
         min_tile=KEYS,
-        slack=8.0,  # the kernel's SLACK
+        slack=4.0,  # the kernel's SLACK
     ),
     requires,
     supports,

@@ -177,6 +177,8 @@ def test_kernels_declare_how_far_their_maximum_lags():
     kernel = importlib.import_module("mla_fast._gluon_decode_kernel")
     for name in ("gluon_decode", "gluon_decode_fp8"):
         assert find_backend(f"mla_fast.{name}").numerics.slack == kernel.SLACK.value
+    few = importlib.import_module("mla_fast._gluon_decode_few_kernel")
+    assert find_backend("mla_fast.gluon_decode_few").numerics.slack == few.SLACK.value
     assert find_backend("evals.flash_latent").numerics.slack == flash_latent.SLACK
     assert find_backend("mla_fast.gluon_prefill").numerics.slack == math.inf
 

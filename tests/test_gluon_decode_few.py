@@ -14,6 +14,10 @@ from mla_fast import _gluon_decode_few_kernel, gluon_decode, gluon_decode_few
 from mla_ref.backend import available
 from mla_ref.case import Case
 from mla_ref.formats import cache_format
+from mla_ref.problem import problem
+from mla_ref.problems.latent_attention import LatentAttentionInputs
+from oracles.bounds import ADMISSIBLE
+from oracles.compare import within
 from oracles.verify import OF_THE_OUTPUT
 
 CASES = {
@@ -32,6 +36,7 @@ CASES = {
     ),
     "peaky": ((1, 1), (450, 200), 16, 64, "fp8_ds_mla", {"regime": "peaky"}),
     "tiny": ((1, 1), (200, 130), 16, 64, "fp8_ds_mla", {"regime": "tiny"}),
+    "cancelling": ((1, 1), (5, 9), 16, 64, "fp8_ds_mla", {"regime": "cancelling"}),
     "long": ((1, 1, 1), (900, 600, 1300), 16, 64, "fp8_ds_mla", {}),
     "many": ((1,) * 15, (70, 40, 129, 1, 96) * 3, 16, 64, "fp8_ds_mla", {}),
 }  # fmt: skip
@@ -43,14 +48,16 @@ def case(name: str, seed: int) -> Case:
 
 
 FREED = "            async_copy.mbarrier_arrive(bar_free.index(i_at), increment_count=False)\n"
-VALUES = "            b_o = _weighted(b_p_1, b_scale_1, s_codes.index(i_at), CHUNK, b_o, L_S)\n"
+SOURCE = Path(_gluon_decode_few_kernel.__file__).read_text(encoding="utf-8")
+TURN = SOURCE[SOURCE.index("            if takes_float16:\n") : SOURCE.index(FREED)]
+FITS = "fits = _fits(s_scales.index(i_next), unit_exponent)", "fits = True"
 
 # Edits of the kernel's source, and the case whose verdict must notice.
 PLANTED = {
     "codes_read_before_they_land": (
         "((i_copy + 1) // PLACES) & 1, pred", "((i_copy + 1) // PLACES) & 1 ^ 1, pred", "two_parts",
     ),
-    "place_free_before_its_values_are_read": (VALUES + FREED, FREED + VALUES, "long"),
+    "place_free_before_its_values_are_read": (TURN + FREED, FREED + TURN, "long"),
     "copied_before_the_place_is_free": ("((i_copy // PLACES) & 1) ^ 1)", "(i_copy // PLACES) & 1)", "long"),
     "scales_of_the_other_chunk": (
         "return b_scale_0, _load_scales(s_scale.slice(CHUNK,",
@@ -64,7 +71,7 @@ PLANTED = {
     "a_tile_left_out": ("s_tiles.index(3)", "s_tiles.index(2)", "two_parts"),
     "a_half_left_out": ("+ s_halves.index(1).load(L)", "+ s_halves.index(0).load(L)", "two_parts"),
     "a_half_in_the_other_frame": ("gl.exp2(b_m - b_top[None, :]) * b_one", "b_one", "peaky"),
-    "sums_in_the_old_frame": ("b_l = b_l * b_alpha + gl.sum", "b_l = b_l + gl.sum", "peaky"),
+    "sums_in_the_old_frame": ("b_l = b_l * b_alpha + b_sum", "b_l = b_l + b_sum", "peaky"),
     "output_in_the_old_frame": (
         "            b_o = _rescaled(b_o, _owned(b_alpha, L_4, L_S))\n", "", "peaky",
     ),
@@ -73,7 +80,14 @@ PLANTED = {
     "rope_without_its_order": (
         "o_col_pe = (o_col_pe & 1) * 2 + (o_col_pe // 8) + (o_col_pe // 2 & 3) * 4", "pass", "one_scale",
     ),
-    "output_without_its_scale": ("b_one = unit /", "b_one = 1.0 /", "one_scale"),
+    "output_without_its_scale": ("b_one = unit *", "b_one = 1.0 *", "one_scale"),
+    "output_without_its_unit": ("unit * scale_unit /", "unit /", "long"),
+    "float16_of_dead_codes": (
+        "takes_float16 = i * BLOCK + BLOCK <= visible", "takes_float16 = True", "one_scale",
+    ),
+    "one_part_of_bfloat16": (
+        "b_o = mma_v2(gl.convert_layout(b_low, L_W), b_v, b_o)", "pass", "cancelling",
+    ),
 }  # fmt: skip
 
 
@@ -86,6 +100,14 @@ def rope_keys(b_code):
     """Channels of four, the second and third in each other's place."""
     codes = finite(b_code)
     return array(codes.reshape(*codes.shape[:-1], -1, 2, 2).transpose(-1, -2).reshape(codes.shape).numpy())
+
+
+def float16_values(b_code):
+    """The same, and NaN as it is."""
+    codes = torch.from_numpy(np.asarray(b_code, dtype=np.uint8)).view(torch.float8_e4m3fn).float()
+    t, n, c = codes.shape
+    parts = codes.reshape(t, n // 2, 2, c // 4, 2, 2).permute(0, 1, 4, 3, 5, 2)
+    return array(parts.reshape(t, n, c).contiguous().numpy())
 
 
 def keys(b_code):
@@ -108,6 +130,7 @@ ASM = {
     "_keys": keys,
     "_rope_keys": rope_keys,
     "_values": values,
+    "_float16_values": float16_values,
     "mma_v2": lambda a, b, acc: array(np.matmul(np.asarray(a, np.float32), np.asarray(b, np.float32)) + acc),
     # By every thread of eight warps.
     "async_copy": SimpleNamespace(
@@ -143,6 +166,32 @@ def test_planted_bugs_show(bug: str, seed: int, monkeypatch: pytest.MonkeyPatch,
     emulate(monkeypatch, edited(_gluon_decode_few_kernel, good, bad, tmp_path))
     backend = replace(BACKEND, variants={})
     assert_shows(backend, case(name, seed), OF_THE_OUTPUT)
+
+
+def scales_apart(seed: int, where: str) -> LatentAttentionInputs:
+    """Scales beyond float16: those of a tile of every key, or of every block but a request's first."""
+    inputs = problem("latent_attention").materialize(case("long", seed), torch.device("cpu"))
+    scales = inputs.kv_cache.view(torch.float32)[..., 128:132]
+    if where == "small_tile":
+        scales[..., 1] *= 2.0**-40
+        return inputs
+    first = inputs.block_table[:, 0].long()
+    kept = scales[first]
+    scales *= 2.0**14
+    scales[first] = kept
+    return inputs._replace(ql_nope=inputs.ql_nope * 2.0**-14)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("where", ["small_tile", "later_blocks"])
+def test_scales_that_float16_does_not_hold(
+    where: str, planted: bool, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = edited(_gluon_decode_few_kernel, *FITS, tmp_path) if planted else _gluon_decode_few_kernel
+    emulate(monkeypatch, source)
+    inputs = scales_apart(seed, where)
+    want = ADMISSIBLE["latent_attention"](inputs, BACKEND.numerics)["out"]
+    assert within("out", BACKEND.fn(*inputs).out, want).ok is not planted
 
 
 def test_more_rows_are_declined(seed: int) -> None:

@@ -11,7 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from oracles.coverage import NothingFound, draw
 from oracles.exits import WorkersError, first_line
 from oracles.matrix import Job
 from oracles.pool import IMPORT_SECONDS, Part, judge_in, judge_job, judges
+from oracles.process_state import BEYOND_REPAIR
 from oracles.run_directory import Failure, Journal, Record, RunDirectory
 from oracles.shrink import smallest
 from oracles.tally import Kind, Tally
@@ -316,13 +317,12 @@ def _deal(deck: _Deck, work: _Drawing, outcome: Outcome, tally: Tally) -> None:
 
 
 def _smaller(work: _Shrinking, outcome: Outcome) -> Failure:
-    """The last case that still failed, however the search for a smaller one ended, unless we are at fault."""
+    """The last case that still failed, however the search for a smaller one ended; if by us, it is told."""
+    found = [body for kind, body in outcome.messages if kind == ITEM]
+    verdict = Verdict.from_json(json.dumps(found[-1])) if found else work.verdict
     if outcome.end == RAISED:
-        raise WorkersError(f"making a failure of {work.verdict.backend} small: {outcome.why}")
-    for kind, body in reversed(outcome.messages):
-        if kind == ITEM:
-            return Failure(work.kind, Verdict.from_json(json.dumps(body)))
-    return Failure(work.kind, work.verdict)
+        verdict = replace(verdict, detail=f"{verdict.detail}; it was not made smaller: {outcome.why}")
+    return Failure(work.kind, verdict)
 
 
 def drawn(argument: Mapping[str, Any], say: Say) -> None:
@@ -385,6 +385,8 @@ def shrunk(argument: Mapping[str, Any], say: Say) -> None:
             smallest(verdict.case, lambda case: fails(judge_job, case))
         except MemoryError as error:
             raise Replace(f"no memory to make it small in: {first_line(error)}") from None
+        if BEYOND_REPAIR:
+            raise Replace(BEYOND_REPAIR[0])
         return
     with judges(1, verdict.device, limits) as pool:
         smallest(verdict.case, lambda case: fails(lambda job: next(judge_in(pool, [job]))[1], case))

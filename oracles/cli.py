@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -27,6 +28,7 @@ from mla_ref.problem import problems
 from mla_ref.recording import served
 from oracles import fuzz_cli
 from oracles.console import (
+    FEW,
     GROUPINGS,
     describe,
     distinct,
@@ -343,10 +345,13 @@ def _write_in_turn(lines: TextIO | None, known: Mapping[int, Sequence[Verdict]],
 def _close(console: Console, verdicts: Sequence[Verdict], required: Sequence[str], seconds: float) -> int:
     """Print the closing line and return the exit code."""
     held, broken, not_run = (sum(v.status in kind for v in verdicts) for kind in (HELD, BROKEN, NOT_RUN))
-    ran = {v.backend for v in verdicts if v.status not in NOT_RUN}
+    ran = {v.backend for v in verdicts if v.claims}
     for name in required:
         if name not in ran:
             write(console, f"required backend {name} did not run")
+    if held and not ran:
+        whys = dict.fromkeys(v.detail for v in verdicts if v.status in HELD)
+        write(console, f"no claim says anything of these cases: {'; '.join(islice(whys, FEW))}")
     write(console, f"{held} claims held, {broken} failed, {not_run} not run, in {seconds:.1f} s")
     if broken or not ran.issuperset(required):
         return FAILED

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from mla_ref.case import Case
 from mla_ref.problem import problem as find_problem
 from oracles.dimensions import DIMENSIONS, dimensions, elements, make, names_of, pick
+from oracles.process_state import kept
 
 BLOCK = 256
 
@@ -64,7 +65,8 @@ class NothingFound(ValueError):
 def draw(problem: str, seed: int, index: int, supports: Supports | None = None, alike: int = 1) -> Case:
     """Case ``index`` of the endless sequence that belongs to ``seed``.
 
-    supports: a backend's; only cases that it takes are drawn. alike: so many in a row share what is
+    supports: a backend's, as ``asked.told_later``; only cases that it takes are drawn, and what it does to
+        the process meanwhile is put back. alike: so many in a row share what is
     ``COMPILED``; the sequence of their first ones is that of cases that do not.
 
     Raises: NothingFound if there is no case that it takes.
@@ -72,12 +74,13 @@ def draw(problem: str, seed: int, index: int, supports: Supports | None = None, 
     run, turn = divmod(index, alike)
     large = run % LARGE_EVERY == LARGE_EVERY - 1
     number = run // LARGE_EVERY if large else run - run // LARGE_EVERY
-    space = _space(problem, supports, ELEMENTS * (LARGE if large else 1))
-    block, row = divmod(number, BLOCK)
-    begun, more = _begun(space, f"{seed}/{large}/{block}")
-    while len(begun) <= row:
-        begun.append(next(more))
-    return begun[row] if turn == 0 else _like(begun[row], seed, index, supports)
+    with kept([]):
+        space = _space(problem, supports, ELEMENTS * (LARGE if large else 1))
+        block, row = divmod(number, BLOCK)
+        begun, more = _begun(space, f"{seed}/{large}/{block}")
+        while len(begun) <= row:
+            begun.append(next(more))
+        return begun[row] if turn == 0 else _like(begun[row], seed, index, supports)
 
 
 def _like(first: Case, seed: int, index: int, supports: Supports | None) -> Case:

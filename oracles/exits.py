@@ -27,8 +27,11 @@ def said(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]
+    """The first line of an error's message; empty, too, where that cannot be had."""
+    try:
+        return (str(error).splitlines() or [""])[0]
+    except Exception:  # of a stranger's __str__
+        return ""
 
 
 def unread() -> int:

@@ -158,7 +158,11 @@ def fuzz(
         events = campaign(plan, pool, journal, tally, lambda: time.monotonic() > end, done)
         if corpus is not None and kept is not None:
             events = _kept(events, corpus, kept)
-        interrupted = not _ended(events, plan, tally, start, end)
+        try:
+            interrupted = not _ended(events, plan, tally, start, end)
+        except Exception:  # ours: what was found until then is told all the same
+            summarise(console, tally, time.monotonic() - start)
+            raise
     summarise(console, tally, time.monotonic() - start)
     if interrupted:
         return INTERRUPTED

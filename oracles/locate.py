@@ -207,9 +207,9 @@ def _kind(got: torch.Tensor, bad: _Bad) -> str:
     """What all bad elements are: "all 0"."""
     values = bad.at()
     if got.dtype == torch.uint8:
-        return "all 0xFF, as memory that nobody wrote" if bool((values.got == 255).all()) else ""
+        return "all 0xFF" if bool((values.got == 255).all()) else ""
     for what, is_so in (
-        ("NaN, as memory that nobody wrote", values.got.isnan()),
+        ("NaN", values.got.isnan()),
         ("+inf", values.got == torch.inf),
         ("-inf", values.got == -torch.inf),
         ("0", values.got == 0.0),

@@ -36,6 +36,7 @@ from mla_ref.problem import Problem
 from mla_ref.problem import problem as find_problem
 from oracles.exits import first_line
 from oracles.oracle import rules
+from oracles.process_state import kept
 from oracles.verify import find_backend, oracles_for
 
 # No powers of two, and unlike: a kernel that drops one, squares it or swaps the two is off by far.
@@ -267,11 +268,12 @@ def trials(
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Which of a backend's functions are tried, its own being "", and the oracles that judge each of them.
 
-    supports: the backend's, as ``asked.told_later``, which says what cases its turns are dealt over.
+    supports: the backend's, as ``asked.told_later``, which says what cases its turns are dealt over; what it
+        does to the process meanwhile is put back.
     """
-    turns = [
-        (name, oracles) for name, oracles in _turns(job, variants, supports) if job.function in (None, name)
-    ]
+    with kept([]):
+        dealt = _turns(job, variants, supports)
+    turns = [(name, oracles) for name, oracles in dealt if job.function in (None, name)]
     if not job.only:
         return turns
     wanted = ((name, tuple(o for o in oracles if o in job.only)) for name, oracles in turns)

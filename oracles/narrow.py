@@ -6,12 +6,14 @@ it again, with as few changes as it asks for, of heads, lengths, model, dtype an
 scales, or the axes of a pool. Where several values will do, that one is taken which makes the most pairs of
 ``dimensions`` that no case before has had, so that what a narrow contract leaves free is combined.
 
-What is dealt follows from the answers of ``supports`` alone: equal contracts have equal cases.
+What is dealt follows from the answers of ``supports`` alone, on whatever machine and in whatever time: equal
+contracts have equal cases. It is asked ``QUESTIONS`` times at most; what it was not asked about counts as
+declined.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, count
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,9 +28,13 @@ from oracles.asked import Declined
 from oracles.coverage import ELEMENTS, LARGE
 from oracles.dimensions import DIMENSIONS, MEMORY, dimensions, elements, names_of, pick
 from oracles.matrix import KV_SCALE, ROWS, V_SCALE, Dealt, case_of, deals, stage_of
+from oracles.process_state import kept
 
 # Tries to find a first case, where the table has none that is taken.
 SEARCH = 5000
+
+# How often a backend is asked: twice as often as where it takes nothing.
+QUESTIONS = 10_000
 
 # Tokens of a request at most, and keys of whole tiles, for kernels that are made for no others.
 FEW, TILE = (5, 2), 128
@@ -70,9 +76,25 @@ def own_cases(
 ) -> list[Case]:
     """What a backend is tried on besides the matrix: none if it takes most of that, or nothing was found.
 
-    supports: the backend's, as ``asked.told_later``. No case is more work than the largest of the matrix, or
-        of those that ``coverage`` draws.
+    supports: the backend's, as ``asked.told_later``; what it does to the process meanwhile is put back. No
+        case is more work than the largest of the matrix, or of those that ``coverage`` draws.
     """
+    with kept([]):
+        return _own_cases(contract, configs, formats, _counted(supports), seed)
+
+
+def _counted(supports: Declined) -> Declined:
+    numbers = count()
+    return lambda case: supports(case) if next(numbers) < QUESTIONS else f"no more than {QUESTIONS} questions"
+
+
+def _own_cases(
+    contract: Problem,
+    configs: Sequence[MLAConfig],
+    formats: Sequence[CacheFormat],
+    supports: Declined,
+    seed: int,
+) -> list[Case]:
     table = deals(contract, configs, formats)
     cases = {i: case_of(contract.name, i, dealt, seed) for i, dealt in table}
     taken = {i for i, case in cases.items() if supports(case) is None}
@@ -160,7 +182,7 @@ def _again(space: _Space, i: int, dealt: Dealt, like: Dealt, had: _Had) -> Dealt
     like: one that is taken, which says what parts those are.
     """
     other = [name for name in space.values if getattr(dealt, name) != getattr(like, name)]
-    fewest = (names for count in range(len(other) + 1) for names in combinations(other, count))
+    fewest = (names for size in range(len(other) + 1) for names in combinations(other, size))
     for names in fewest:
         trial = dealt._replace(**{name: getattr(like, name) for name in names})
         if space.takes(i, trial):

@@ -72,6 +72,15 @@ def rules() -> dict[str, Oracle]:
     return {oracle.name: oracle for oracle in scan("oracles.rules", "ORACLE").values()}
 
 
+def foul(outputs: Mapping[str, Admissible], device: str) -> None:
+    """Leave NaN in the memory that an output is likely to get: the allocator's last frees of its size.
+
+    Otherwise a row that is never stored may show what an earlier, right call left there.
+    """
+    for want in outputs.values():
+        torch.full(want.mid.shape, torch.nan, dtype=want.dtype, device=device)
+
+
 def private_copy(inputs: Any) -> Any:
     """The same inputs in memory of their own: strides, offsets and every byte between elements included.
 

@@ -2,18 +2,21 @@
 
 A job is judged function by function. If the process ends under one, the claims that were decided stand, the
 claim that it was about to decide is a crash, a timeout or an error, its other claims are not tried, and the
-next function is judged in a fresh process.
+next function is judged in a fresh process. A claim is decided before anybody looks for what would explain it.
+What a claim leaves behind that nobody can put back ends the process, too, but nothing else.
 """
 
 import contextlib
 import gc
 import hashlib
 import json
+import math
 import os
+import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +31,10 @@ from oracles.exits import first_line
 from oracles.matrix import Job, load, trials
 from oracles.narrow import Dealing, own_cases_of
 from oracles.oracle import Raised, rules
+from oracles.process_state import BEYOND_REPAIR
 from oracles.sources import BACKEND_PACKAGES, digest_of
 from oracles.verdict import CRASH, ERROR, TIMEOUT, Verdict
-from oracles.verify import DEFAULT, find_backend, judgements, use_device
+from oracles.verify import DEFAULT, Broken, find_backend, judgements, unexplained, use_device
 from oracles.worker import (
     CRASHED,
     DONE,
@@ -53,28 +57,57 @@ STATUS = {CRASHED: CRASH, TIMED_OUT: TIMEOUT, RAISED: ERROR}
 # What the import of a backend may take, whatever its functions may.
 IMPORT_SECONDS = 60.0
 
+# Questions are asked by the thousand; so many seconds of them are one step.
+AT_ONCE = 1.0
+
 # Of a GPU's memory, what all workers together may take.
 GPU_SHARE = 0.9
 
 
 def judge_job(job: Job) -> list[Verdict]:
-    """Every verdict of one job, backend by backend, under the names by which they were asked for."""
-    return [
-        verdict
-        for spec in job.specs
-        for backend in (find_backend(spec),)
-        for name, oracles in trials(job, tuple(backend.variants), told_later(backend))
-        for verdict in _claims(job, spec, backend, name, oracles)
-    ]
+    """Every verdict of one job, backend by backend, under the names by which they were asked for.
+
+    What the judge's own code raises is an error under the claim that was to be decided, as in a worker.
+    """
+    found: list[Verdict] = []
+    for spec in job.specs:
+        backend = find_backend(spec)
+        for name, oracles in trials(job, tuple(backend.variants), told_later(backend)):
+            left = list(oracles)
+            try:
+                for verdict in _blamed(_claims(job, spec, backend, name, oracles)):
+                    found.append(verdict)
+                    left.remove(verdict.oracle)
+            except InTheJudge as error:
+                why = f"{InTheJudge.__name__}: {error}"
+                found.append(_broken(ERROR, job, spec, name, why, next(iter(left), "")))
+    return found
 
 
-def _claims(job: Job, spec: str, backend: Backend, name: str, oracles: Sequence[str]) -> Iterator[Verdict]:
-    """The verdicts on one function of a backend: its own, or that of a variant."""
+def _claims(
+    job: Job,
+    spec: str,
+    backend: Backend,
+    name: str,
+    oracles: Sequence[str],
+    broken: Broken | None = None,
+) -> Iterator[Verdict]:
+    """The verdicts on one function of a backend: its own, or that of a variant.
+
+    broken: as of ``judgements``.
+    """
     alone = replace(backend, variants={})
     if name:
         alone = replace(alone, fn=backend.variants[name], prepare=None)
-    for verdict in judgements(alone, job.case, device=job.device, oracles=oracles, judge_on=job.judge_on):
-        yield replace(verdict, backend=spec, variant=name or DEFAULT)
+
+    def named(verdict: Verdict) -> Verdict:
+        return replace(verdict, backend=spec, variant=name or DEFAULT)
+
+    told = None if broken is None else lambda verdict: broken(named(verdict))
+    for verdict in judgements(
+        alone, job.case, device=job.device, oracles=oracles, judge_on=job.judge_on, broken=told
+    ):
+        yield named(verdict)
 
 
 def judge_all(
@@ -125,12 +158,13 @@ def _plain(case: Case) -> dict[str, Any]:
 class Part(NamedTuple):
     """What is left of a job, and what is known of it already.
 
-    skip: functions of the first backend that are not to be tried again. known: ``Verdict.without_case``.
+    tried: of functions of the first backend, the claims that are not to be tried again, by name: turns may be
+        dealt otherwise next time. known: ``Verdict.without_case``.
     unasked: the first backend did not survive being asked about other cases, and counts as taking them all.
     """
 
     job: Job
-    skip: int = 0
+    tried: Mapping[str, Sequence[str]] = {}
     known: tuple[Mapping[str, Any], ...] = ()
     unasked: bool = False
 
@@ -141,42 +175,52 @@ class Part(NamedTuple):
 
     def task(self, key: int) -> Task:
         """What a worker is to do."""
-        more = {"case": self.case, "skip": self.skip, "unasked": self.unasked, PATIENCE: IMPORT_SECONDS}
+        more = {"case": self.case, "tried": self.tried, "unasked": self.unasked, PATIENCE: IMPORT_SECONDS}
         argument = {**self.job._asdict(), **more}
         return Task("oracles.pool:judged", argument, key)
 
     def after(self, outcome: Outcome) -> "Part":
         """What is left, no backend if that is nothing, once a worker has ended with it, in whatever way."""
-        at, trial, asked, claims, known = 0, None, False, 0, list(self.known)
+        at, trial, asked, decided, found, known = 0, None, False, 0, None, list(self.known)
+        before, tried, more = dict(self.tried), dict(self.tried), False
         for kind, body in outcome.messages:
             if kind == ITEM:
                 known.append(body)
-                claims += 1
+                decided, found = decided + 1, None
             elif "backend" in body:
                 at, trial, asked = body["backend"], None, False
+                tried = {} if at else tried
             elif "asked" in body:
                 asked = True
-            elif "trial" in body:
-                trial, claims = body, 0
+            elif "function" in body:
+                trial, decided, before = body, 0, dict(tried)
+                tried[body["function"]] = [*tried.get(body["function"], ()), *body["oracles"]]
+            elif "found" in body:
+                found = body["found"]
+            elif "spoilt" in body:
+                more = True
         if outcome.end in (CRASHED, TIMED_OUT) and asked and trial is None:
-            skip = self.skip if at == 0 else 0
-            return Part(self.job._replace(specs=self.job.specs[at:]), skip, tuple(known), unasked=True)
-        if outcome.end in STATUS:
-            known.append(self._ended(outcome, self.job.specs[at], trial, claims))
+            return Part(self.job._replace(specs=self.job.specs[at:]), tried, tuple(known), unasked=True)
+        if outcome.end in STATUS and found is not None:
+            known.append({**found, "detail": f"{found['detail']}; {unexplained(outcome.why)}"})
+        elif outcome.end in STATUS:
+            known.append(self._ended(outcome, self.job.specs[at], trial, decided))
+        if trial is not None and more:
+            so_far = trial["oracles"][:decided]
+            tried = {**before, trial["function"]: [*before.get(trial["function"], ()), *so_far]}
         left = self.job.specs[at + (trial is None) :] if outcome.end != DONE else ()
-        skip = trial["trial"] + 1 if trial is not None else 0
         unasked = self.unasked and at == 0 and trial is not None
-        return Part(self.job._replace(specs=left), skip, tuple(known), unasked)
+        return Part(self.job._replace(specs=left), tried if trial is not None else {}, tuple(known), unasked)
 
     def _ended(
-        self, outcome: Outcome, spec: str, trial: Mapping[str, Any] | None, claims: int
+        self, outcome: Outcome, spec: str, trial: Mapping[str, Any] | None, decided: int
     ) -> dict[str, Any]:
         """The verdict on the claim that was being decided; on no variant where it was the import."""
         return Verdict(
             status=STATUS[outcome.end],
             backend=spec,
-            variant="" if trial is None else trial["variant"],
-            oracle="" if trial is None else [*trial["oracles"], ""][claims],
+            variant="" if trial is None else trial["function"] or DEFAULT,
+            oracle="" if trial is None else next(iter(trial["oracles"][decided:]), ""),
             case=self.job.case,
             device=self.job.device,
             detail=outcome.why,
@@ -192,25 +236,35 @@ def judged(argument: Mapping[str, Any], say: Say) -> None:
 
     A device that can no longer be used is a crash of the claim under which that was found.
     """
-    job, skip, patience = _job(argument), argument["skip"], {PATIENCE: argument[PATIENCE]}
+    job, patience = _job(argument), {PATIENCE: argument[PATIENCE]}
     for at, spec in enumerate(job.specs):
         say(STEP, {"backend": at, **patience})
         backend = find_backend(spec)
         unasked = at == 0 and argument["unasked"]
         supports = supports_all if unasked else _supports(backend, say, patience)
-        for trial, (name, oracles) in enumerate(trials(job, tuple(backend.variants), supports)):
-            if at == 0 and trial < skip:
+        for name, oracles in trials(job, tuple(backend.variants), supports):
+            tried = argument["tried"].get(name, ()) if at == 0 else ()
+            left = [oracle for oracle in oracles if oracle not in tried]
+            if not left:
                 continue
-            say(STEP, {"trial": trial, "variant": name or DEFAULT, "oracles": oracles})
-            for verdict in _blamed(_claims(job, spec, backend, name, oracles)):
+            say(STEP, {"function": name, "oracles": left})
+            for verdict in _blamed(_claims(job, spec, backend, name, left, partial(_found, say))):
                 lost = why_lost(job.device) if verdict.status == ERROR else None
                 if lost is not None:
                     say(ITEM, replace(verdict, status=CRASH, detail=lost).without_case())
                     raise Replace(lost)
                 say(ITEM, verdict.without_case())
+                if BEYOND_REPAIR:
+                    say(STEP, {"spoilt": True})
+                    raise Replace(BEYOND_REPAIR[0])
             if (lost := why_lost(job.device)) is not None:
-                say(ITEM, _unusable(job, spec, name, lost).without_case())
+                say(ITEM, _broken(CRASH, job, spec, name, lost).without_case())
                 raise Replace(lost)
+
+
+def _found(say: Say, verdict: Verdict) -> None:
+    """What did not hold is known, whatever becomes of the process that explains it."""
+    say(STEP, {"found": verdict.without_case()})
 
 
 def _supports(backend: Backend, say: Say, patience: Mapping[str, float]) -> Declined:
@@ -249,15 +303,16 @@ def _job(argument: Mapping[str, Any]) -> Job:
     return Job(**{**fields, **tuples, "case": case, "turn": turn})
 
 
-def _unusable(job: Job, spec: str, name: str, lost: str) -> Verdict:
+def _broken(status: str, job: Job, spec: str, name: str, why: str, oracle: str = "") -> Verdict:
+    """A verdict on one function, where nobody looked at what it returned."""
     return Verdict(
-        status=CRASH,
+        status=status,
         backend=spec,
         variant=name or DEFAULT,
-        oracle="",
+        oracle=oracle,
         case=job.case,
         device=job.device,
-        detail=lost,
+        detail=why,
     )
 
 
@@ -386,26 +441,44 @@ def describe(argument: Mapping[str, Any], say: Say) -> None:
     found = found._replace(unavailable=_missing(spec, argument["device"], KeyboardInterrupt))
     say(ITEM, found)
     if dealing is not None:
-        say(STEP, {PATIENCE: argument[PATIENCE]})
+        step = partial(say, STEP, {PATIENCE: argument[PATIENCE]})
         seed, *names = dealing
         asked = Dealing(seed, *map(tuple, names))
-        say(ITEM, found._replace(own=_own(spec, found.unavailable, asked, KeyboardInterrupt)))
+        say(ITEM, found._replace(own=_own(spec, found.unavailable, asked, step, KeyboardInterrupt)))
 
 
 def _described(spec: str, device: str, dealing: Dealing | None) -> Described:
     """Asked here."""
     unavailable = _missing(spec, device)
     found = _imported(spec)._replace(unavailable=unavailable)
-    return found if dealing is None else found._replace(own=_own(spec, unavailable, dealing))
+    if dealing is None:
+        return found
+    return found._replace(own=_own(spec, unavailable, dealing, lambda: None))
 
 
-def _own(spec: str, unavailable: str | None, dealing: Dealing, *more: type[BaseException]) -> list[str]:
-    """Nothing where the backend cannot run: that is told of the matrix's cases, and once is enough."""
+def _own(
+    spec: str,
+    unavailable: str | None,
+    dealing: Dealing,
+    step: Callable[[], None],
+    *more: type[BaseException],
+) -> list[str]:
+    """Nothing where the backend cannot run: that is told of the matrix's cases, and once is enough.
+
+    step: begins the time of one question, but for those that follow at once.
+    """
     if unavailable is not None:
         return []
     backend = load(spec)
-    cases = own_cases_of(backend.problem, told_later(backend, *more), dealing)
-    return [case.to_json() for case in cases]
+    ask, begun = told_later(backend, *more), [-math.inf]
+
+    def supports(case: Case) -> str | None:
+        if time.monotonic() - begun[0] > AT_ONCE:
+            step()
+            begun[0] = time.monotonic()
+        return ask(case)
+
+    return [case.to_json() for case in own_cases_of(backend.problem, supports, dealing)]
 
 
 def _imported(spec: str) -> Described:

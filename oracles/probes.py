@@ -96,7 +96,13 @@ def _keys_are_rounded(inputs: Any, case: Case, numerics: Numerics) -> bool:
 
 
 def shows(
-    trial: Trial, plant: Callable[[Case, str], Probe], case: Case, what: str, *, exact_dots: bool = False
+    trial: Trial,
+    plant: Callable[[Case, str], Probe],
+    case: Case,
+    what: str,
+    *,
+    exact_dots: bool = False,
+    more: Callable[[torch.Tensor], str] | None = None,
 ) -> Finding:
     """The output on a probe is its closed form, up to the radii that bounds.py derives for its inputs.
 
@@ -104,7 +110,8 @@ def shows(
     values are rounded that do not fit, everything from the rounded ones.
 
     what: what the probe's inputs are. exact_dots: no sum of products of this probe is rounded by any
-        accumulator, in whatever order.
+        accumulator, in whatever order. more: what else is to be said of rows and heads [t h] whose ``out`` is
+        wrong.
     """
     if not runnable(trial, case):
         return nothing("the backend does not take the probe")
@@ -112,18 +119,17 @@ def shows(
     output, known = trial.run(inputs), _known(plant, case, trial.device, _of_probe(trial, exact_dots))
     shapes = trial.problem.output_shapes
     found = [within(name, getattr(output, name), want, shapes[name], inputs) for name, want in known.items()]
-    return told(what, worst_of(found))
+    finding = told(what, worst_of(found))
+    if more is None or finding.worst is None:
+        return finding
+    return replace(finding, more=lambda: more(_wrong(output.out, known["out"])))
 
 
-def missed(
-    trial: Trial, plant: Callable[[Case, str], Probe], case: Case, *, exact_dots: bool = False
-) -> torch.Tensor:
-    """[t h] where ``out`` is not what ``shows`` asks for: of a probe that the backend takes."""
-    want = _known(plant, case, trial.device, _of_probe(trial, exact_dots))["out"]
-    got = trial.run(made(plant, case, trial.device).inputs).out.detach().double()
-    low, high = want.interval()
-    found: torch.Tensor = ((got >= low) & (got <= high)).all(-1)
-    return ~found
+def _wrong(got: torch.Tensor, want: Admissible) -> torch.Tensor:
+    """[t h] of a tensor [t h v]."""
+    value, (low, high) = got.detach().double(), want.interval()
+    inside: torch.Tensor = ((value >= low) & (value <= high)).all(-1)
+    return ~inside
 
 
 def _of_probe(trial: Trial, exact_dots: bool) -> Numerics:
@@ -133,7 +139,7 @@ def _of_probe(trial: Trial, exact_dots: bool) -> Numerics:
 
 def runnable(trial: Trial, case: Case) -> bool:
     """Whether the backend on trial takes a case."""
-    return declined(trial.backend, case) is None
+    return declined(trial.backend, case, trial.disturbed) is None
 
 
 def nothing(why: str) -> Finding:

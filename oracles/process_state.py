@@ -1,7 +1,8 @@
 """What torch keeps for a whole process: types, flags, threads, the random stream. A call leaves it as it was.
 
 The judge looks before and after every call, and puts back what was changed: a default type that a backend
-leaves behind would else be the judge's own, in every later case.
+leaves behind would else be the judge's own, in every later case. A process in which that cannot be done is
+not used any more.
 """
 
 import random
@@ -16,6 +17,10 @@ import torch
 class _Setting(NamedTuple):
     read: Callable[[], Any]
     write: Callable[[Any], Any]
+
+
+# What nobody can put back, in the order in which it was noticed; workers are replaced for it.
+BEYOND_REPAIR: list[str] = []
 
 
 # A product with it is 0 where a processor flushes denormal numbers.
@@ -108,6 +113,11 @@ def _current_gpu() -> int:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
 
 
+def _gpu_queue() -> Any:
+    """The stream that work goes to, on the current GPU; None as long as nobody has begun to use any."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
 def _gpu_streams() -> tuple[bytes, ...] | None:
     """Of each GPU, or None as long as nobody has begun to use any: asking would be a beginning."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -123,6 +133,7 @@ def _set_gpu_streams(raw: tuple[bytes, ...] | None) -> None:
 # Likewise of GPUs.
 ON_GPUS: dict[str, _Setting] = {
     "the current GPU": _Setting(_current_gpu, torch.cuda.set_device),
+    "the GPU's current stream": _Setting(_gpu_queue, torch.cuda.set_stream),
     "a GPU's random stream": _Setting(_gpu_streams, _set_gpu_streams),
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from mla_ref.case import Case
 from oracles.matrix import stage_of
 from oracles.run_directory import Record
-from oracles.verdict import BROKEN, HELD, NOT_RUN, Verdict
+from oracles.verdict import BROKEN, HELD, NOT_RUN, Verdict, claims_something
 
 Kind = tuple[str, ...]
 
@@ -16,7 +16,7 @@ EVERYWHERE, IN_PLACES = 0.5, 0.01
 
 @dataclass
 class Count:
-    """Of one backend. ran, failed: cases with a claim that was tried, with one that broke.
+    """Of one backend. ran, failed: cases of which something was claimed, with a claim that broke.
 
     worst: the largest error over its bound, and the oracle.
     """
@@ -48,10 +48,11 @@ class Tally:
     def add(self, backend: str, record: Record) -> list[Kind]:
         """Count one number in, and return the kinds of failure that are new."""
         count, new = self.counts[backend], []
-        broken, held = count.broken, count.held
+        broken, claims = count.broken, False
         for plain in record.verdicts:
             count.held += plain["status"] in HELD
             count.not_run += plain["status"] in NOT_RUN
+            claims = claims or claims_something(plain["status"], plain["num_checked"], plain["detail"])
             if plain["worst"] is not None:
                 count.worst = max(count.worst, (float(plain["worst"]["ratio"]), plain["oracle"]))
             if plain["status"] in BROKEN:
@@ -64,7 +65,7 @@ class Tally:
                 self.found[kind] = self.found.get(kind, 0) + 1
         count.cases += 1
         count.failed += count.broken > broken
-        count.ran += count.broken > broken or count.held > held
+        count.ran += claims
         return new
 
     def total(self, name: str) -> int:

@@ -21,6 +21,11 @@ NOT_RUN = (UNSUPPORTED, UNAVAILABLE)
 STATUSES = HELD + BROKEN + NOT_RUN
 
 
+def claims_something(status: str, num_checked: int, detail: str) -> bool:
+    """Whether anything was looked at, of which it says that it held: else the detail is why not."""
+    return status in BROKEN or (status in HELD and (num_checked > 0 or not detail))
+
+
 # Of the fields of a verdict that any text may claim to be, what they are.
 _PLAIN: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("backend", "variant", "oracle", "device", "detail"), (str,)),
@@ -72,7 +77,8 @@ class Pattern:
 class Finding:
     """An oracle's answer. ``detail`` is one line; empty where the claim held.
 
-    pattern: looks at all bad elements at once; not called before somebody wants to know.
+    pattern: looks at all bad elements at once. more: what else is known of them, or "". Neither is called
+        before the claim is known to be broken, and nothing that they do makes it less so.
     """
 
     ok: bool
@@ -81,6 +87,7 @@ class Finding:
     num_bad: int = 0
     num_checked: int = 0
     pattern: Callable[[], Pattern] | None = field(default=None, compare=False, repr=False)
+    more: Callable[[], str] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +110,11 @@ class Verdict:
     num_checked: int = 0
     seconds: float = 0.0
     pattern: Pattern | None = None
+
+    @property
+    def claims(self) -> bool:
+        """As ``claims_something``."""
+        return claims_something(self.status, self.num_checked, self.detail)
 
     def to_json(self) -> str:
         """One line of JSON. Non-finite numbers are written as strings, so that any parser reads it."""

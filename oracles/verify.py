@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,20 @@ from oracles.compare import why_not_comparable
 from oracles.exits import first_line
 from oracles.mirror import Mirror
 from oracles.misreading import misread
-from oracles.oracle import Oracle, Raised, Trial, private_copy, rules
+from oracles.oracle import Oracle, Raised, Trial, foul, private_copy, rules
 from oracles.probes import admitted, materialized
 from oracles.process_state import kept
+from oracles.sources import BACKEND_PACKAGES
 from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding, Verdict, Worst
-
-# Where backends live; reached by name, so that the judge imports none of them.
-BACKEND_PACKAGES = ("mla_ref", "mla_fast")
 
 # The variant that is the backend's own function.
 DEFAULT = "default"
 
 # What would explain the output that an element is of, or "".
 Guess = Callable[[Worst], str]
+
+# Is told of a verdict.
+Broken = Callable[[Verdict], None]
 
 # Oracles that look at nothing but what was returned on the case's own inputs.
 OF_THE_OUTPUT = ("value", "lse")
@@ -144,17 +146,21 @@ def judgements(
     device: str = "cpu",
     oracles: Iterable[str] | None = None,
     judge_on: str | None = None,
+    broken: Broken | None = None,
 ) -> Iterator[Verdict]:
-    """The verdicts of ``judge``, each as soon as it is known."""
+    """The verdicts of ``judge``, each as soon as it is known.
+
+    broken: told of what did not hold before anybody looks for what would explain it.
+    """
     if case.problem != backend.problem:
         raise ValueError(f"{backend.name}: implements {backend.problem}, but the case is of {case.problem}")
     contract = problem(case.problem)
     wanted = oracles_for(contract, oracles)
-    variants = {DEFAULT: backend.fn, **backend.variants}
+    variants, disturbed = {DEFAULT: backend.fn, **backend.variants}, list[str]()
     try:
-        status, reason = UNAVAILABLE, missing(backend, device)
+        status, reason = UNAVAILABLE, missing(backend, device, disturbed)
         if reason is None:
-            status, reason = UNSUPPORTED, contract.why_not(case) or declined(backend, case)
+            status, reason = UNSUPPORTED, contract.why_not(case) or declined(backend, case, disturbed)
     except Raised as error:
         status, reason = ERROR, str(error)
     for name, fn in variants.items():
@@ -163,27 +169,27 @@ def judgements(
         else:
             # What is prepared is of the backend's own function.
             alone = backend if name == DEFAULT else replace(backend, fn=fn, prepare=None)
-            yield from _judge_variant(alone, name, fn, contract, case, device, wanted, judge_on)
+            start = partial(_trial, alone, fn, contract, case, device, disturbed)
+            yield from _judge_variant(start, name, device, wanted, judge_on, broken)
 
 
 def _judge_variant(
-    backend: Backend,
+    start: Callable[[str], Trial],
     variant: str,
-    fn: Callable[..., Any],
-    contract: Problem,
-    case: Case,
     device: str,
     wanted: list[Oracle],
     judge_on: str | None,
+    broken: Broken | None,
 ) -> Iterator[Verdict]:
+    """start: the trial, looked at from that device."""
     trials: dict[str, Trial] = {}
     guesses: dict[str, Guess] = {}
     for oracle in wanted:
         here = device if oracle.on_device else judge_on or device
         if here not in trials:
-            trials[here] = _trial(backend, fn, contract, case, device, here)
+            trials[here] = start(here)
             guesses[here] = _guesser(trials[here])
-        yield _check(trials[here], oracle, variant, device, guesses[here])
+        yield _check(trials[here], oracle, variant, device, guesses[here], broken)
 
 
 def _guesser(trial: Trial) -> Guess:
@@ -201,12 +207,21 @@ def _guesser(trial: Trial) -> Guess:
 
 
 def _trial(
-    backend: Backend, fn: Callable[..., Any], contract: Problem, case: Case, device: str, here: str
+    backend: Backend,
+    fn: Callable[..., Any],
+    contract: Problem,
+    case: Case,
+    device: str,
+    disturbed: list[str],
+    here: str,
 ) -> Trial:
-    """What oracles look at ``here`` of an implementation that runs on ``device``."""
+    """What oracles look at ``here`` of an implementation that runs on ``device``.
+
+    disturbed: what questions to the backend have changed.
+    """
     mirror = Mirror(here, device) if here != device else None
     inputs = materialized(case, here)  # implementations see copies, so all of them may share these
-    judged = _Judged(backend, fn, contract, case, device, here, inputs, mirror)
+    judged = _Judged(backend, fn, contract, case, device, here, inputs, mirror, list(disturbed))
     return Trial(
         run=judged.run,
         call=judged.call,
@@ -260,7 +275,7 @@ class _Judged:
         """As in ``Trial``."""
         there = given if self.mirror is None else self.mirror.sent(given)
         if not self.contract.writes:
-            _foul(self.expected(), self.device)
+            foul(self.expected(), self.device)
         try:
             with kept(self.disturbed):
                 output = self.fn(*there)
@@ -292,16 +307,9 @@ class _Judged:
         return self.first[1]
 
 
-def _foul(outputs: Mapping[str, Admissible], device: str) -> None:
-    """Leave NaN in the memory that an output is likely to get: the allocator's last frees of its size.
-
-    Otherwise a row that is never stored may show what an earlier, right call left there.
-    """
-    for want in outputs.values():
-        torch.full(want.mid.shape, torch.nan, dtype=want.dtype, device=device)
-
-
-def _check(trial: Trial, oracle: Oracle, variant: str, device: str, guess: Guess) -> Verdict:
+def _check(
+    trial: Trial, oracle: Oracle, variant: str, device: str, guess: Guess, broken: Broken | None
+) -> Verdict:
     start = time.perf_counter()
     try:
         output = trial.run(trial.inputs)
@@ -315,15 +323,40 @@ def _check(trial: Trial, oracle: Oracle, variant: str, device: str, guess: Guess
     except Raised as error:
         status, finding = ERROR, Finding(ok=False, detail=str(error))
     seconds = time.perf_counter() - start
-    pattern = None if finding.ok or finding.pattern is None else finding.pattern()
-    if pattern is not None and finding.worst is not None and oracle.name in OF_THE_OUTPUT:
-        pattern = replace(pattern, guess=guess(finding.worst) or pattern.guess)
-    where = pattern.text() if pattern else ""
-    detail = f"{finding.detail}. Bad: {where}" if where else finding.detail
-    return replace(
-        _verdict(status, trial.backend, variant, oracle, trial.case, device, detail, finding, seconds),
-        pattern=pattern,
+    verdict = _verdict(
+        status, trial.backend, variant, oracle, trial.case, device, finding.detail, finding, seconds
     )
+    if finding.ok:
+        return verdict
+    if broken is not None and (finding.pattern or finding.more):
+        broken(verdict)
+    return _explained(verdict, finding, guess if oracle.name in OF_THE_OUTPUT else None)
+
+
+def _explained(verdict: Verdict, finding: Finding, guess: Guess | None) -> Verdict:
+    """The verdict, and what is behind it. Whatever goes wrong meanwhile is a remark, and no other verdict."""
+    remarks: list[str] = []
+
+    def tried(explain: Callable[[], Any], nothing: Any) -> Any:
+        try:
+            return explain()
+        except Exception as error:
+            remarks.append(f"; {unexplained(first_line(error) or type(error).__name__)}")
+            return nothing
+
+    more = tried(finding.more, "") if finding.more else ""
+    pattern = tried(finding.pattern, None) if finding.pattern else None
+    if pattern is not None and guess is not None and (worst := finding.worst) is not None:
+        pattern = replace(pattern, guess=tried(lambda: guess(worst), "") or pattern.guess)
+    where = tried(pattern.text, "") if pattern else ""
+    detail = "; ".join(filter(None, (finding.detail, more)))
+    detail = f"{detail}. Bad: {where}" if where else detail
+    return replace(verdict, detail="".join((detail, *dict.fromkeys(remarks))), pattern=pattern)
+
+
+def unexplained(why: str) -> str:
+    """What is said of a verdict that stands alone."""
+    return f"it could not be explained: {why}"
 
 
 def _verdict(
@@ -394,7 +427,7 @@ def _raised(error: BaseException, contract: Problem) -> str:
     line = first_line(error)
     what = f"{type(error).__name__}: {line}" if line else type(error).__name__
     for frame, at in reversed([*traceback.walk_tb(error.__traceback__)]):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THEIRS:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in NOT_THEIRS:
             return f"{what}, in {frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{at}"
     never_entered = error.__traceback__ is not None and error.__traceback__.tb_next is None
     if isinstance(error, TypeError) and never_entered:

@@ -4,6 +4,7 @@ import re
 import textwrap
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
@@ -12,11 +13,21 @@ from mla_ref.formats import formats
 from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
 from oracles.asked import declined, missing, told_later
+from oracles.coverage import draw
 from oracles.matrix import Job, jobs_of, stage_of, trials
+from oracles.narrow import own_cases
 from oracles.pool import described, judge_all
-from oracles.verdict import CRASH, ERROR, PASS, TIMEOUT, UNAVAILABLE
+from oracles.verdict import CRASH, ERROR, FAIL, PASS, TIMEOUT, UNAVAILABLE
 from oracles.verify import find_backend, judge
 from oracles.worker import Limits
+
+
+class Mute(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
 
 RIGHT = find_backend("mla_ref.latent")
 LIMITS = Limits(20.0)
@@ -60,6 +71,8 @@ def raising(error):
         (lambda _: False, "returned bool, must return a reason or None"),
         (lambda _: True, "returned bool, must return a reason or None"),
         (lambda _: "", "returned an empty reason, must return a reason or None"),
+        (lambda _: numpy.arange(2), "returned ndarray, must return a reason or None"),
+        (raising(Mute()), "raised Mute: "),
     ],
 )
 def test_what_is_no_answer_is_an_error_that_names_the_question(question, ask, told):
@@ -83,6 +96,53 @@ def test_an_answer_is_passed_on():
     assert (missing(asked, "cpu"), declined(asked, CASE)) == ("no cpu", "latent_attention")
     assert (missing(RIGHT, "cpu"), declined(RIGHT, CASE)) == (None, None)
     assert told_later(asked)(CASE) == "latent_attention"
+
+
+@pytest.mark.parametrize("question", ["requires", "supports"])
+def test_what_a_question_does_to_the_process_is_told_and_put_back(question):
+    def ask(_):
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(3)
+
+    asked = replace(RIGHT, variants={}, **{question: ask})
+    before = torch.get_rng_state()
+    value, state = judge(asked, CASE, oracles=["value", "process_state"])
+    assert (value.status, state.status) == (PASS, FAIL)
+    assert state.detail == f"a call changed the default dtype: is torch.float64, in {question}"
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_supports_does_when_a_rule_asks_it_is_told_too():
+    def supports(case):
+        torch.set_grad_enabled(case == CASE)
+
+    asked = replace(RIGHT, variants={}, supports=supports)
+    layout, state = judge(asked, CASE, oracles=["layout", "process_state"])
+    assert (layout.status, state.status) == (PASS, FAIL)
+    assert state.detail == "a call changed the gradient mode: is False, in supports"
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("many", ["trials", "draw", "own_cases"])
+def test_many_questions_leave_the_process_as_it_was(many):
+    def supports(case):
+        torch.set_default_dtype(torch.float64)
+        return "one request" if len(case.kv_lens) == 1 else None
+
+    ask, [job, *_] = told_later(replace(RIGHT, supports=supports)), jobs("mla_ref.naive")
+    asked = {
+        "trials": lambda: trials(job, (), ask),
+        "draw": lambda: draw("latent_attention", 0, 0, ask),
+        "own_cases": lambda: own_cases(
+            problems()["latent_attention"], [PRESETS["a.x-k2"]], [formats()["bf16"]], ask
+        ),
+    }
+    try:
+        asked[many]()
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("oracle", ["page_size", "layout", "call_sequence"])

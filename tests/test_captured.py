@@ -58,6 +58,34 @@ def test_what_is_right_holds(of, monkeypatch):
     assert found.num_checked > 0
 
 
+def test_why_there_is_no_graph_is_told_beside_what_is_prepared(monkeypatch):
+    case, reasons = LATENT, iter(["it cannot be captured: a", "it waits"])
+    run, numerics = right(case)
+    monkeypatch.setattr(captured, "graph_of", lambda call, device: next(reasons))
+    found = verdict(divided(Mutant("none", case, run, numerics).backend))
+    assert (found.status, found.num_checked > 0) == (PASS, True)
+    assert found.detail == "what is prepared: it cannot be captured: a; it waits"
+
+
+def test_memory_is_fouled_before_every_part_of_a_plan(monkeypatch):
+    """A row that a run does not store would else show what the call before left there, which was right."""
+    order = []
+    run, numerics = right(LATENT)
+
+    def told(what, result):
+        order.append(what)
+        return result
+
+    def prepare(inputs):
+        part = Prepared(lambda: told("run", run(inputs)), lambda output: told("finish", output))
+        return told("prepare", part)
+
+    monkeypatch.setattr(captured, "foul", lambda outputs, device: order.append(sorted(outputs)))
+    verdict(replace(Mutant("none", LATENT, run, numerics).backend, prepare=prepare))
+    foul = ["lse", "out"]
+    assert order == [foul, "prepare", *[foul, "run", foul, "finish"] * captured.RUNS]
+
+
 def test_without_a_graph_and_a_plan_nothing_is_claimed():
     found = verdict(wrong("key_dropped"))
     assert found.status == PASS
@@ -177,7 +205,24 @@ def device(monkeypatch):
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(captured, "_damage", lambda: "")
+    monkeypatch.setattr(captured, "BEYOND_REPAIR", [])
     return streams, modes
+
+
+def test_after_a_capture_that_spoilt_the_process_there_are_no_more(device, monkeypatch):
+    monkeypatch.setattr(captured, "_damage", lambda: "captures_underway.empty()")
+    made = iter(["warm", "waits not", RuntimeError("no")])
+
+    def call():
+        if isinstance(found := next(made), BaseException):
+            raise found
+        return found
+
+    assert captured.graph_of(call, "cuda") == "it cannot be captured: capture failed"
+    [damage] = captured.BEYOND_REPAIR
+    assert damage == "a capture that failed has left behind: captures_underway.empty()"
+    assert captured.graph_of(call, "cuda") == f"in this process there are no more graphs: {damage}"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, LookupError, SystemExit])

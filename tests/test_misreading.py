@@ -130,3 +130,41 @@ def test_nobody_waits_for_a_guess_on_a_large_case():
     for verdict in judge(reading(READ_AS[says]), large, oracles=["lse"]):
         assert verdict.status == FAIL
         assert verdict.pattern.guess != says
+
+
+def raising(*_):
+    raise LookupError("lost\nand more")
+
+
+@pytest.mark.parametrize("broken", ["oracles.verify.misread", "oracles.compare.locate"])
+def test_a_claim_that_cannot_be_explained_is_broken_all_the_same(broken, monkeypatch):
+    monkeypatch.setattr(broken, raising)
+    says = "as if softmax_scale were 1, not 0.1443"
+    plain = {v.oracle: v for v in judge(reading(READ_AS[says]), CASE, oracles=["value", "lse"])}
+    for oracle, found in plain.items():
+        assert (found.status, found.oracle, found.num_bad > 0) == (FAIL, oracle, True)
+        assert found.detail.endswith("; it could not be explained: lost")
+        assert (found.pattern is None) == (broken == "oracles.compare.locate")
+
+
+@pytest.mark.parametrize("explains", ["oracles.rules.needle.lost_keys", "oracles.probes._wrong"])
+def test_a_probe_that_cannot_be_explained_is_broken_all_the_same(explains, monkeypatch):
+    monkeypatch.setattr(explains, raising)
+    [found] = judge(reading(READ_AS["as if every token saw one key less"]), CASE, oracles=["needle"])
+    assert found.status == FAIL
+    assert "; it could not be explained: lost" in found.detail
+
+
+def test_who_fails_a_probe_is_not_asked_again():
+    """What it would do then is no matter of this claim: a race may end otherwise, or a kernel may raise."""
+    calls = []
+
+    def once(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise LookupError("asked again")
+        return reading(READ_AS["as if every token saw one key less"]).fn(*given)
+
+    [found] = judge(Backend("b", "latent_attention", once, Numerics()), CASE, oracles=["needle"])
+    assert (found.status, len(calls)) == (FAIL, 2)
+    assert "; not found: key " in found.detail

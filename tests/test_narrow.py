@@ -6,22 +6,24 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from mla_ref.formats import cache_format, formats
 from mla_ref.presets import PRESETS
 from mla_ref.problem import problems
+from oracles import narrow
 from oracles.claims import Claim, Selection, claims_of, judged
 from oracles.command import main
 from oracles.coverage import covered
 from oracles.dimensions import DIMENSIONS, elements
 from oracles.matrix import ROWS, STAGES, jobs_of, matrix, stage_of, trials
 from oracles.narrow import Dealing, own_cases
-from oracles.pool import described
+from oracles.pool import describe, described
 from oracles.verdict import NOT_RUN, Verdict
 from oracles.verify import backends
-from oracles.worker import Limits
+from oracles.worker import PATIENCE, STEP, Limits
 
 ALL_ROWS = len(ROWS)
 NARROW = (
@@ -131,6 +133,44 @@ def test_some_heads_fill_one_tile_and_part_of_another(supports):
     """What is left over beyond whole tiles of sixteen heads, which a kernel may leave unwritten."""
     heads = {case.config.num_heads for case in [*table(supports), *own(supports)]}
     assert any(n > 16 and n % 16 for n in heads), heads
+
+
+def test_own_cases_follow_from_a_number_of_questions_and_from_no_clock(monkeypatch):
+    """Whoever is asked too often is dealt what was found until then, on every machine the same."""
+    supports, asked = only(widths=[(512, 64)], block_size=[64], token_counts=[True], **BF16), []
+
+    def counting(case):
+        asked.append(case)
+        return supports(case)
+
+    whole = own(counting)
+    assert 1000 < len(asked) < narrow.QUESTIONS
+    monkeypatch.setattr(narrow, "QUESTIONS", len(asked) // 2)
+    asked.clear()
+    part = own(counting)
+    assert len(asked) == narrow.QUESTIONS
+    assert 0 < len(part) < len(whole)
+    assert part[:-1] == whole[: len(part) - 1]
+    assert own(supports) == part
+
+
+def test_each_question_has_time_of_its_own(monkeypatch):
+    """All of them together may take longer than one may; those that are answered at once are one step."""
+    supports, asked, clock = only(block_size=[64], **BF16), [], itertools.count()
+
+    def counting(case):
+        asked.append(case)
+        return supports(case)
+
+    backend = replace(backends()["mla_ref.latent"], variants={}, supports=counting)
+    monkeypatch.setattr("oracles.pool.load", lambda _: backend)
+    monkeypatch.setattr("oracles.pool.time", SimpleNamespace(monotonic=lambda: next(clock) / 2))
+    said = []
+    argument = {"spec": "mla_ref.latent", "device": "cpu", "dealing": DEALING, PATIENCE: 60.0}
+    describe(argument, lambda kind, body: said.append((kind, body)))
+    steps = said.count((STEP, {PATIENCE: 60.0})) - 1  # the import's
+    assert 100 < steps < len(asked) < 3 * steps
+    assert len(said[-1][1].own) > 20
 
 
 def test_equal_contracts_have_equal_cases():

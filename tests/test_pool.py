@@ -2,15 +2,18 @@
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
 from mla_ref.case import Case
 from mla_ref.presets import PRESETS
 from oracles.matrix import Job
-from oracles.pool import judge_all
-from oracles.verdict import PASS, TIMEOUT
-from oracles.worker import Limits
+from oracles.oracle import rules
+from oracles.pool import Part, judge_all, judge_job, judged
+from oracles.verdict import CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict
+from oracles.verify import find_backend
+from oracles.worker import CRASHED, ITEM, RAISED, REPLACED, STEP, TIMED_OUT, Limits, Outcome, Replace
 
 # Its import takes longer than its functions may; as long as one of them takes.
 SLOW = """
@@ -49,3 +52,103 @@ def test_an_import_has_time_of_its_own_and_functions_have_none_of_it(patience, t
     assert time.monotonic() - begun > seconds
     assert [found[name][0] for name in ("default", "waiting", "again")] == [PASS, TIMEOUT, PASS]
     assert re.fullmatch(told.format("waiting"), found["waiting"][1]), found
+
+
+ROPE = Case(problem="rope", config=PRESETS["a.x-k2"].shard(16), q_lens=(1,), kv_lens=(2,))
+JOB = Job(ROPE, ("first", "second"), ("contract", "value", "rope_norm"), "cpu")
+
+
+def begun(name, oracles=JOB.oracles):
+    return STEP, {"function": name, "oracles": list(oracles)}
+
+
+def decided(oracle, status=PASS):
+    verdict = Verdict(
+        status=status, backend="first", variant="default", oracle=oracle, case=ROPE, device="cpu"
+    )
+    return verdict.without_case()
+
+
+def after(messages, end, why="", part=None):
+    part = part or Part(JOB)
+    return part.after(Outcome(part.task(0), [(STEP, {"backend": 0}), *messages], end, why))
+
+
+@pytest.mark.parametrize("end", [CRASHED, TIMED_OUT, RAISED])
+def test_a_claim_that_is_broken_stays_so_whatever_ends_its_explanation(end):
+    found = decided("value", FAIL) | {"detail": "out: is wrong"}
+    messages = [begun(""), (ITEM, decided("contract")), (STEP, {"found": found})]
+    part = after(messages, end, "took longer than 2 s")
+    verdicts = part.verdicts()
+    assert [(v.oracle, v.status) for v in verdicts] == [("contract", PASS), ("value", FAIL)]
+    assert verdicts[1].detail == "out: is wrong; it could not be explained: took longer than 2 s"
+    assert dict(part.tried) == {"": list(JOB.oracles)}
+
+
+def test_what_was_found_before_is_not_found_again():
+    found = (STEP, {"found": decided("contract", FAIL)})
+    part = after([begun(""), found, (ITEM, decided("contract", FAIL))], CRASHED, "died")
+    assert [(v.oracle, v.status) for v in part.verdicts()] == [("contract", FAIL), ("value", CRASH)]
+
+
+def test_a_process_that_a_claim_spoilt_is_replaced_and_no_claim_is_lost():
+    spoilt = (STEP, {"spoilt": True})
+    part = after([begun(""), (ITEM, decided("contract")), (ITEM, decided("value")), spoilt], REPLACED)
+    assert part.job.specs == ("first", "second")
+    assert dict(part.tried) == {"": ["contract", "value"]}
+    again = [begun("", ["rope_norm"]), (ITEM, decided("rope_norm")), spoilt]
+    part = after(again, REPLACED, part=part)
+    assert dict(part.tried) == {"": list(JOB.oracles)}
+    assert [v.oracle for v in part.verdicts()] == list(JOB.oracles)
+    part = after([begun("v"), (ITEM, decided("contract"))], CRASHED, "died", part)
+    assert dict(part.tried) == {"": list(JOB.oracles), "v": list(JOB.oracles)}
+    assert [v.status for v in part.verdicts()] == [PASS] * 4 + [CRASH]
+
+
+def test_turns_that_are_dealt_otherwise_next_time_leave_no_function_out(monkeypatch):
+    """It answered before it died of a claim, and does not any more: turns are dealt without."""
+    part = after([begun(""), begun("third")], CRASHED, "died")
+    part = after([(STEP, {"asked": True})], TIMED_OUT, "took longer", part)
+    assert part.unasked
+    monkeypatch.setattr("oracles.pool.trials", lambda *_: [("", JOB.oracles), ("second", JOB.oracles)])
+    right = find_backend("mla_ref.rope")
+    monkeypatch.setattr("oracles.pool.find_backend", lambda _: replace(right, variants={"second": right.fn}))
+    said = []
+    one = part._replace(job=part.job._replace(specs=("first",)))
+    judged(one.task(0).argument, lambda kind, body: said.append((kind, body)))
+    assert [(body["variant"], body["status"]) for kind, body in said if kind == ITEM] == [
+        ("second", PASS)
+    ] * 3
+
+
+def test_what_a_claim_leaves_beyond_repair_ends_the_process(monkeypatch):
+    said = []
+    monkeypatch.setattr("oracles.pool.BEYOND_REPAIR", damage := [])
+
+    def say(kind, body):
+        said.append((kind, body))
+        if kind == ITEM and body["oracle"] == "value":
+            damage.append("a capture")
+
+    part = Part(Job(ROPE, ("mla_ref.rope",), ("contract", "value", "rope_norm"), "cpu"))
+    with pytest.raises(Replace, match="a capture"):
+        judged(part.task(0).argument, say)
+    part = part.after(Outcome(part.task(0), said, REPLACED, "a capture"))
+    assert [v.oracle for v in part.verdicts()] == ["contract", "value"]
+    damage.clear()
+    said.clear()
+    judged(part.task(0).argument, say)
+    assert [body["oracle"] for kind, body in said if kind == ITEM] == ["rope_norm"]
+
+
+def test_what_the_judge_raises_in_this_process_is_the_verdict_that_it_is_in_a_worker(monkeypatch):
+    """What was known of this and of other cases is not lost with it."""
+
+    def broken(trial):
+        raise LookupError("planted")
+
+    check = replace(rules()["rope_norm"], check=broken)
+    monkeypatch.setattr("oracles.verify.rules", lambda: rules() | {"rope_norm": check})
+    verdicts = judge_job(Job(ROPE, ("mla_ref.rope",), ("value", "rope_norm", "contract"), "cpu"))
+    assert [(v.oracle, v.status) for v in verdicts] == [("value", PASS), ("rope_norm", ERROR)]
+    assert re.fullmatch(r"InTheJudge: LookupError in broken, test_pool\.py:\d+: planted", verdicts[1].detail)

@@ -54,13 +54,21 @@ class GPUs:
     """What torch.cuda tells of GPUs that this machine need not have, before and after somebody uses one."""
 
     def __init__(self, monkeypatch, in_use):
-        self.in_use, self.current = in_use, 0
+        self.in_use, self.current, self.queues = in_use, 0, ["first", "first"]
         self.streams = [torch.tensor([n], dtype=torch.uint8) for n in (3, 4)]
-        for name in ("is_initialized", "current_device", "set_device", "get_rng_state_all", "set_rng_state"):
+        for name in (
+            "is_initialized",
+            "current_device",
+            "current_stream",
+            "get_rng_state_all",
+            "set_rng_state",
+        ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setitem(
-            ON_GPUS, "the current GPU", ON_GPUS["the current GPU"]._replace(write=self.set_device)
-        )
+        for name, write in (
+            ("the current GPU", self.set_device),
+            ("the GPU's current stream", self.set_stream),
+        ):
+            monkeypatch.setitem(ON_GPUS, name, ON_GPUS[name]._replace(write=write))
 
     def is_initialized(self):
         return self.in_use
@@ -71,6 +79,13 @@ class GPUs:
 
     def set_device(self, index):
         self.in_use, self.current = True, index
+
+    def current_stream(self):
+        assert self.in_use
+        return self.queues[self.current]
+
+    def set_stream(self, queue):
+        self.queues[self.current] = queue
 
     def get_rng_state_all(self):
         assert self.in_use
@@ -90,6 +105,13 @@ def test_what_a_call_does_to_gpus_is_named_and_put_back(monkeypatch):
     with kept(changed):
         gpus.get_rng_state_all()
     assert len(changed) == 2
+
+
+def test_a_stream_that_a_call_leaves_the_current_one_is_named_and_put_back(monkeypatch):
+    gpus, changed = GPUs(monkeypatch, in_use=True), []
+    with kept(changed):
+        gpus.set_stream("side")
+    assert (changed, gpus.queues) == (["the GPU's current stream: is side"], ["first", "first"])
 
 
 def test_the_first_use_of_a_gpu_is_seen_where_it_changes_which_is_current(monkeypatch):

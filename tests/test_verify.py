@@ -281,7 +281,7 @@ def test_memory_is_fouled_before_every_call(monkeypatch):
     def fouled(outputs, device):
         order.append(sorted(outputs))
 
-    monkeypatch.setattr(verify, "_foul", fouled)
+    monkeypatch.setattr(verify, "foul", fouled)
     judge(backend(recorded), CASE, oracles=["value", "head_order"])
     assert order == [["lse", "out"], "call"] * 2
 

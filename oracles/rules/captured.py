@@ -12,6 +12,7 @@ Kills: plans that serve one run, plans of other lengths than the call's.
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +20,15 @@ import torch
 
 from oracles.compare import worst_of
 from oracles.exits import first_line
-from oracles.oracle import Oracle, Raised, Trial, named_tensors, private_copy, storage_bytes
+from oracles.oracle import Oracle, Raised, Trial, foul, named_tensors, private_copy, storage_bytes
 from oracles.probes import ATTENTION, made, nothing
-from oracles.process_state import kept
+from oracles.process_state import BEYOND_REPAIR, kept
 from oracles.rejudge import rejudged
 from oracles.rules.reused_memory import another, overwrite
 from oracles.verdict import Finding
 
 RUNS = 2
+NO_GPU = "there are graphs on a GPU alone"
 
 
 class Graph(NamedTuple):
@@ -38,15 +40,19 @@ class Graph(NamedTuple):
 
 def check(trial: Trial) -> Finding:
     """Run what is prepared, and replay that and the call itself from graphs, where there are any."""
-    findings = [_prepared(trial), _replayed(trial)]
-    told_of = [finding for finding in findings if finding.num_checked or not finding.ok]
-    return worst_of(told_of) if told_of else nothing("; ".join(finding.detail for finding in findings))
+    (prepared, why_not_planned), (replayed, why_not_replayed) = _prepared(trial), _replayed(trial)
+    missing = "; ".join(dict.fromkeys(filter(None, (why_not_planned, why_not_replayed))))
+    if not prepared and not replayed:
+        return nothing(missing)
+    worst = worst_of([*prepared, *replayed])
+    return replace(worst, detail=missing) if worst.ok else worst
 
 
-def _prepared(trial: Trial) -> Finding:
+def _prepared(trial: Trial) -> tuple[list[Finding], str]:
+    """What its runs show, and its graph, and why there is none."""
     prepare, memory = trial.backend.prepare, private_copy(trial.inputs)
     if prepare is None:
-        return nothing("the backend prepares nothing")
+        return [], "the backend prepares nothing"
     prepared = _theirs(trial, lambda: prepare(memory))
     findings = []
     for number in range(RUNS):
@@ -55,25 +61,26 @@ def _prepared(trial: Trial) -> Finding:
         findings.append(_judged(trial, trial.inputs, output, memory, f"prepared, run {number + 1}"))
         _clear(result, memory)
     graph = _graph(trial, prepared.run)
-    if isinstance(graph, Graph):
-        _clear(graph.result, memory)
-        graph.replay()
-        output = _theirs(trial, lambda: prepared.finish(graph.result))
-        findings.append(_judged(trial, trial.inputs, output, memory, "prepared, and replayed from a graph"))
-    return worst_of(findings)
+    if not isinstance(graph, Graph):
+        return findings, graph if graph == NO_GPU else f"what is prepared: {graph}"
+    _clear(graph.result, memory)
+    _blamed("a replay", graph.replay)
+    output = _theirs(trial, lambda: prepared.finish(graph.result))
+    what = "prepared, and replayed from a graph"
+    return [*findings, _judged(trial, trial.inputs, output, memory, what)], ""
 
 
-def _replayed(trial: Trial) -> Finding:
+def _replayed(trial: Trial) -> tuple[list[Finding], str]:
     """The call itself, over the memory in which it was captured, with the values of another seed."""
     memory = private_copy(trial.inputs)
     graph = _graph(trial, lambda: trial.backend.fn(*memory))
     if not isinstance(graph, Graph):
-        return nothing(graph)
+        return [], graph
     other = made(another, trial.case, trial.device)
     overwrite(memory, other)
     _clear(graph.result, memory)
-    graph.replay()
-    return _judged(trial, other, graph.result, memory, "replayed from a graph, over other values")
+    _blamed("a replay", graph.replay)
+    return [_judged(trial, other, graph.result, memory, "replayed from a graph, over other values")], ""
 
 
 def _judged(trial: Trial, inputs: Any, output: Any, memory: Any, what: str) -> Finding:
@@ -85,6 +92,7 @@ def _judged(trial: Trial, inputs: Any, output: Any, memory: Any, what: str) -> F
 
 def _theirs(trial: Trial, do: Callable[[], Any]) -> Any:
     """What a part of a prepared call returns; the process is afterwards as it was. Raises: Raised."""
+    foul(trial.expected(), trial.device)
     with kept(trial.disturbed):
         return _blamed("prepare", do)
 
@@ -106,7 +114,9 @@ def _blamed(what: str, do: Callable[[], Any]) -> Any:
 def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
     """A CUDA graph of a call that was made before, or why there is none."""
     if torch.device(device).type != "cuda":
-        return "there are graphs on a GPU alone"
+        return NO_GPU
+    if BEYOND_REPAIR:
+        return f"in this process there are no more graphs: {BEYOND_REPAIR[0]}"
     with torch.cuda.device(torch.device(device)):
         torch.cuda.synchronize()  # inputs are made on another stream
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -115,19 +125,40 @@ def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
         torch.cuda.synchronize()
         if reason := _why_it_waits(call):
             return f"no graph holds a call that waits for the device: {reason}"
-        graph = torch.cuda.CUDAGraph()
+        graph, failed = torch.cuda.CUDAGraph(), ""
         try:
             # A capture that fails leaves its stream the current one.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
                 result = call()
         except (Exception, SystemExit) as error:
-            return f"it cannot be captured: {first_line(error)}"
+            failed = f"it cannot be captured: {first_line(error) or type(error).__name__}"
+        if failed:
+            del graph  # with which goes what can be put back
+            if damage := _damage():
+                BEYOND_REPAIR.append(f"a capture that failed has left behind: {damage}")
+            return failed
 
     def replay() -> None:
         graph.replay()
         torch.cuda.synchronize(device)
 
     return Graph(replay, result)
+
+
+def _damage() -> str:
+    """What goes wrong on the current GPU since a capture has failed; empty if nothing does.
+
+    torch tells its allocator and its generator last that a capture is over, and not where the driver says
+    that it has failed: memory is not given back any more, and no further capture begins.
+    """
+    try:
+        torch.cuda.empty_cache()
+        with torch.random.fork_rng([torch.cuda.current_device()]):
+            torch.rand(1, device="cuda")
+        torch.cuda.synchronize()
+    except Exception as error:
+        return first_line(error) or type(error).__name__
+    return ""
 
 
 def _why_it_waits(call: Callable[[], Any]) -> str:

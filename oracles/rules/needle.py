@@ -15,7 +15,6 @@ Kills: pages, masks, splits and merges that lose or confuse a key, rescaling tha
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from oracles.probes import (
     first_keys,
     lengths,
     materialized,
-    missed,
     nothing,
     payload,
     planted,
@@ -71,13 +69,11 @@ def check(trial: Trial) -> Finding:
     far = case.seed % 2 == 1 and case.cache_format not in OF_ONE_RANGE and wide(trial)
     probe, what = plant_far if far else plant, "with queries that are close to one key each"
     scaled = exactly_scaled(case)
-    finding = shows(trial, probe, scaled, what, exact_dots=exact_dots)
-    if finding.ok or finding.worst is None:
-        return finding
-    picked = sought(scaled, trial.device)[1]
-    bad = missed(trial, probe, scaled, exact_dots=exact_dots)
-    lost = lost_keys(picked, bad.cpu(), case.kv_lens, case.block_size)
-    return replace(finding, detail=f"{finding.detail}; {lost}") if lost else finding
+
+    def lost(wrong: torch.Tensor) -> str:
+        return lost_keys(sought(scaled, trial.device)[1], wrong.cpu(), case.kv_lens, case.block_size)
+
+    return shows(trial, probe, scaled, what, exact_dots=exact_dots, more=lost)
 
 
 def plant(case: Case, device: str) -> Probe:

@@ -55,7 +55,7 @@ CHUNK: gl.constexpr = gl.constexpr(32)  # keys of a product, 16 of each half
 N: gl.constexpr = gl.constexpr(16)  # rows
 PLACES: gl.constexpr = gl.constexpr(4)  # for a block each
 SLACK: gl.constexpr = gl.constexpr(4.0)  # powers of two by which a weight may exceed 1
-SPAN: gl.constexpr = gl.constexpr(11)  # binades of scales, with a weight's and float16's last 16
+SPAN: gl.constexpr = gl.constexpr(11)  # binades of scales: one times a weight is less than 2¹⁵
 BELOW: gl.constexpr = gl.constexpr(8)  # of these, up to the largest of an item's first block
 BINADE: gl.constexpr = gl.constexpr(1 << 23)  # of float32's bits
 

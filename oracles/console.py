@@ -238,7 +238,6 @@ def python_code(verdict: Verdict) -> str:
     return f"""\
 import torch
 from mla_ref.case import Case
-from mla_ref.layout import CacheLayout
 from mla_ref.problem import problem
 from oracles.verify import find_backend
 

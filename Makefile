@@ -15,7 +15,7 @@ verify: $(VENV)/.run
 	$(BIN)/mla-verify run --device $(DEVICE)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 gate: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m evals check

@@ -196,7 +196,8 @@ def test_strangers_right_kernel_is_green_and_broken_one_red(stranger, tmp_path, 
 
 def test_a_failure_is_one_pasteable_line(stranger, capsys):
     wrong = stranger(STRANGER.format(mistake=" - 1"))
-    main(["run", "--backend", f"{wrong}:KERNEL", *SMALL])
+    claims = [word for claim in ("value", "lse", "empty_rows") for word in ("--oracle", claim)]
+    main(["run", "--backend", f"{wrong}:KERNEL", *SMALL, *claims])
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if line.startswith("  again "))
     words = shlex.split(line)[1:]
@@ -275,7 +276,7 @@ def test_the_case_that_is_shown_is_ordinary_where_one_is():
 
 def test_shown_python_runs_the_same_implementation(stranger, tmp_path, capsys):
     path, wrong = tmp_path / "verdicts.jsonl", stranger(STRANGER.format(mistake=" - 1"))
-    main(["run", "--backend", f"{wrong}:KERNEL", *SMALL, "--json", str(path)])
+    main(["run", "--backend", f"{wrong}:KERNEL", *SMALL, "--oracle", "value", "--json", str(path)])
     failed = [i for i, v in enumerate(verdicts_of(path)) if v.status == "fail" and v.oracle == "value"]
     capsys.readouterr()
     assert main(["show", str(path), "--index", str(failed[0])]) == 0
@@ -369,6 +370,7 @@ HUGE_CASE = Case(
     problem="cache_capacity", config=PRESETS["a.x-k2"], q_lens=(1,), kv_lens=(1,), block_size=2**40
 ).to_json()
 
+HERE = ["run", "--jobs", "1"]  # strangers are imported in this process
 BAD_INPUT = [
     (["nope"], r"No such command 'nope'"),
     (["run", "--nope"], r"No such option: --nope"),
@@ -386,9 +388,12 @@ BAD_INPUT = [
     (["run", "--oracle", "nope"], r"oracle 'nope' is not one of .*contract, "),
     (["run", "--by", "nope"], r"--by 'nope' is not one of problem, preset, format, oracle"),
     (["run", "--backend", "nope"], r"backend 'nope': "),
-    (["run", "--require", "nope"], r"backend 'nope': "),
-    (["run", "--backend", "json:NOPE"], r"backend 'json:NOPE': json has no NOPE"),
-    (["run", "--backend", "json:loads"], r"backend 'json:loads': loads is function, not a Backend"),
+    ([*HERE, "--require", "nope"], r"backend 'nope': "),
+    ([*HERE, "--backend", "json:NOPE"], r"backend 'json:NOPE': json has no NOPE"),
+    (
+        [*HERE, "--backend", "json:loads"],
+        r"backend 'json:loads': loads is function, not a Backend",
+    ),
     (["run", "--backend", "no.such.module:X"], r"backend 'no.such.module:X': cannot import 'no.such.module'"),
     (["run", "--json", "no/such/folder/x"], r"no/such/folder/x"),
     (["run", "--junit", "no/such/folder/x"], r"no/such/folder/x"),
@@ -414,8 +419,11 @@ BAD_INPUT = [
     ),
     (["replay", "no-such-file"], r"no-such-file: No such file or directory"),
     (["run", "--backend", "mla_ref.rope", "--out", "garbage"], r"garbage: is a file, must be a directory"),
-    (["run", "--backend", "./kernels/mine.py:X"], r"mine\.py is a file, .*: say mine:X where it lies"),
-    (["run", "--backend", ":X"], r"backend ':X': names no module"),
+    (
+        [*HERE, "--backend", "./kernels/mine.py:X"],
+        r"mine\.py is a file, .*: say mine:X where it lies",
+    ),
+    ([*HERE, "--backend", ":X"], r"backend ':X': names no module"),
     (["fuzz", "--budget", "3x"], r"mla-verify: budget '3x' is neither a time"),
     (["plan", "--budget", "3x"], r"mla-verify: size '3x' is no number of bytes"),
     (["probe", "garbage.py:f"], r"garbage\.py is a file, .*: say garbage:f where it lies"),
@@ -753,7 +761,9 @@ def test_a_named_backend_that_is_not_judged_is_told(command, capsys):
     out = capsys.readouterr().out
     assert "mla_ref.rope: not tried, lse and poison do not judge rope, which it implements" in out
     assert "merge_states: not tried" not in out
-    assert main([*command, *small, "--oracle", "merge_algebra"]) == 0
+    states = Case(problem="merge_states", config=PRESETS["a.x-k2"].shard(4), q_lens=(2,), kv_lens=(9,))
+    one = ["--case", states.to_json()] if command[0] == "run" else []
+    assert main([*command, *one, "--oracle", "merge_algebra"]) == 0
     assert "not tried" not in capsys.readouterr().out, "nobody named the others"
 
 

@@ -5,7 +5,8 @@
 A *tile* is up to ``span`` rows (query tokens times heads) of one request. Its work is its request's keys in
 pairs of blocks, 128 keys. The machine is ``parts`` equal workers. An *item* is a run of pairs of one tile
 on one part; a tile on more than one part is *split*: its items write partial results to consecutive slots,
-and ``merge_kernel`` adds them up. Lengths stay on the GPU, so a captured graph may be replayed with others.
+and ``merge_kernel``, or where rows are many ``merge_rows_kernel``, adds them up. Lengths stay on the GPU, so
+a captured graph may be replayed with others.
 
 Item fields: request, first pair, end pair, slot (-1: not split), first row (global), rows from there to the
 request's end, cached tokens, first row (in its request), keys that the request's first query sees.
@@ -298,10 +299,11 @@ def merge_kernel(
     Partial outputs are normalised; their logarithms are base 2. Weights and sums are float32, in the order
     of the slots.
     """
+    # The next kernel waits for this one's end, as this one does for the end of the one before.
+    gdc_launch_dependents()
     # Safe before the wait: whoever launched this kernel has itself waited for the schedule.
     num_rows = tl.load(num_merges, cache_modifier=".cg") * SPAN
     gdc_wait()
-    gdc_launch_dependents()
     o_col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     for i in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         p_merge = merges + i // SPAN * MERGE

@@ -28,8 +28,8 @@ GLUON = "triton.experimental.gluon.language.nvidia.hopper"  # of Triton 3.6 or n
 LATENT, ROPE = 512, 64
 BLOCK = 64  # keys of a block, rows of a lane
 MAX_LANES = 4
-MERGE_PROGRAMS = 2048  # enough to fill a GPU
-FEW_ROWS = 1024
+MERGE_PROGRAMS = 264  # for either half of the columns: four on a multiprocessor, at once
+FEW_ROWS, FEW_COLUMNS = 1024, 64
 CHUNK_PAIRS = 64  # of 128 keys: where the batch-invariant schedule cuts
 ALIGNMENT = 16  # bytes, of every address and stride that TMA sees
 FORMATS = {"bf16": "bfloat16", "fp16": "float16"}
@@ -200,19 +200,22 @@ def empty_results(schedule: Plan, ql_nope: torch.Tensor) -> Results:
 
 def merged(schedule: Plan, results: Results) -> AttentionOutput:
     """The output, once the partial results of split tiles are merged into it."""
+    from mla_fast._gluon_merge_kernel import COLUMNS, ROWS, merge_rows_kernel
     from mla_fast._split_schedule import MERGE_FIELDS, merge_kernel
 
     span = schedule.lanes * BLOCK
     max_rows = schedule.merges.shape[0] // MERGE_FIELDS * span
-    if max_rows:
+    arguments = (*results, schedule.merges, schedule.num_merges)
+    with launching(results.out.device):
         # Few rows have many splits: more programs a row. A fixed cut must not depend on the batch.
-        few = max_rows <= FEW_ROWS and not schedule.chunk
-        columns, splits = (64, 128) if few else (LATENT, 8)
-        with launching(results.out.device):
-            merge_kernel[(min(max_rows, MERGE_PROGRAMS), LATENT // columns)](
-                *results, schedule.merges, schedule.num_merges, LATENT, columns, span, splits, num_warps=4,
-                launch_pdl=True,
-            )  # fmt: skip
+        if 0 < max_rows <= FEW_ROWS and not schedule.chunk:
+            merge_kernel[(max_rows, LATENT // FEW_COLUMNS)](
+                *arguments, LATENT, FEW_COLUMNS, span, 128, num_warps=4, launch_pdl=True
+            )
+        elif max_rows:
+            merge_rows_kernel[(MERGE_PROGRAMS, LATENT // COLUMNS.value)](
+                *arguments, span, num_warps=ROWS.value, launch_pdl=True
+            )
     return AttentionOutput(results.out, results.lse)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from gluon_emulator import Emulated
 
-from mla_fast import _split_schedule, gluon_decode
+from mla_fast import _gluon_merge_kernel, _split_schedule, gluon_decode
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
@@ -64,6 +64,9 @@ def emulate_decode(
     monkeypatch.setattr(module, name, Emulated(source, name, asm))
     for around in ("schedule_kernel", "fixed_schedule_kernel", "merge_kernel"):
         monkeypatch.setattr(_split_schedule, around, Emulated(_split_schedule, around))
+    merging = Emulated(_gluon_merge_kernel, "merge_rows_kernel")
+    monkeypatch.setattr(_gluon_merge_kernel, "merge_rows_kernel", merging)
+    monkeypatch.setattr(gluon_decode, "MERGE_PROGRAMS", 3)
     monkeypatch.setattr(gluon_decode, "plan", lambda *a, **k: gluon_decode.plan_for(NUM_SMS, *a, **k))
     monkeypatch.setattr(gluon_decode, "CHUNK_PAIRS", 2)
 

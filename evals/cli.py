@@ -60,6 +60,8 @@ def gate(
     with _refusing("gate"):
         check_margin(margin)
         one, other = load(baseline, task, metric), load(candidate, task, metric)
+        if one.path.resolve() == other.path.resolve():
+            raise ValueError(f"{one.path}: is the baseline and the candidate; two runs are compared")
         first = compare(one, other, deciding(one, answers), margin)
         others = [compare(one, other, name, margin) for name in one.answers if name != first.filter]
     if as_json:

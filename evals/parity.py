@@ -4,13 +4,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from evals.runs import Run
+from evals.runs import TOKENS, Run
 from evals.statistics import Decision, Paired, decide, stderr
 from oracles.exits import printable
 
 DECIDES = "flexible-extract"
+ABSENT = "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,11 @@ class Comparison:
 def why_not_comparable(baseline: Run, candidate: Run) -> str | None:
     """The first thing that two runs do not share and must, with both values; None if they are comparable."""
     for name, value in baseline.settings.items():
-        if value != (other := candidate.settings[name]):
-            return f"{name}: {_short(value)} in the baseline, {_short(other)} in the candidate"
+        other = candidate.settings[name]
+        if value == other or (name in TOKENS and None in (value, other)):  # not every engine says its tokens
+            continue
+        where, one, two = _parting(value, other)
+        return f"{name}{where}: {_short(one)} in the baseline, {_short(two)} in the candidate"
     if set(baseline.answers) != set(candidate.answers):
         return f"filters: {', '.join(sorted(baseline.answers))}, but {', '.join(sorted(candidate.answers))}"
     for name, answers in baseline.answers.items():
@@ -54,6 +59,20 @@ def why_not_comparable(baseline: Run, candidate: Run) -> str | None:
                 first = min(differing)
                 return f"{what}s: {len(differing)} of {len(answers)} differ, first that of question {first}"
     return None
+
+
+def _parting(a: Any, b: Any) -> tuple[str, Any, Any]:
+    """Where two values first part, and both there: the names and numbers that lead to it. A part may lack."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        names = [name for name in {**a, **b} if a.get(name, ABSENT) != b.get(name, ABSENT)]
+        where, one, two = _parting(a.get(names[0], ABSENT), b.get(names[0], ABSENT))
+        return f".{names[0]}{where}", one, two
+    if isinstance(a, list) and isinstance(b, list):
+        pairs = zip_longest(a, b, fillvalue=ABSENT)
+        number, (x, y) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+        where, one, two = _parting(x, y)
+        return f"[{number}]{where}", one, two
+    return "", a, b
 
 
 def _short(value: Any) -> str:

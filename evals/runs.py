@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 
 METRICS = ("exact_match", "acc")  # of a sample, 0 or 1; the first that a run has, unless one is asked for
 DATED = re.compile(r"_(\d{4}-\d{2}-\d{2}T[\d.+-]+)$")
+TOKENS = ("begin token", "end token")  # settings that tell tokenizers apart; [text, number], or None
 NO_FILTER = "none"  # lm_eval's own name for the answers of a task without filters
 
 
@@ -100,17 +101,24 @@ def _results_file(path: Path, task: str) -> Path:
         raise ValueError(f"{path}: is neither a folder nor a results file of lm_eval")
     found = [file for file in sorted(path.rglob("*.json")) if _samples_file(file, task)]
     if not found:
-        have = sorted({_task(file) for file in path.rglob("samples_*.jsonl")})
-        raise ValueError(
-            f"{path}: no results with samples of {task} beside them, as lm_eval --log_samples writes them"
-            + (f"; there are samples of {_listed(have)}" if have else "")
-        )
+        raise ValueError(f"{path}: {_what_lacks(path, task)}")
     if len(places := sorted({file.parent for file in found})) > 1:
         names = _listed([str(place.relative_to(path)) for place in places])
         raise ValueError(f"{path}: holds runs of {task} in {len(places)} folders, name one: {names}")
     if len(undated := [file.name for file in found if not DATED.search(file.stem)]) > 1:
         raise ValueError(f"{path}: holds {len(undated)} results without a date, name one: {_listed(undated)}")
     return max(found, key=_date)
+
+
+def _what_lacks(path: Path, task: str) -> str:
+    """Why a folder has no run of ``task``: its samples, their results, or both."""
+    have = sorted({_task(file) for file in path.rglob("samples_*.jsonl")})
+    if task in have:
+        return f"samples of {task}, but no results of their date beside them"
+    lacks = f"no samples of {task}" + (f", but of {_listed(have)}" if have else "")
+    if results := sorted(path.rglob("results_*.json")):
+        return f"{lacks} beside {results[-1].name}; run lm_eval with --log_samples and --tasks {task}"
+    return f"{lacks}, and no results; it is no --output_path of lm_eval with --log_samples"
 
 
 def _date(file: Path) -> str:
@@ -173,7 +181,11 @@ def _results(file: Path) -> _Results:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError, too
-        raise ValueError(f"{file}: not JSON: {error}") from None
+        if file.suffix == ".jsonl":
+            raise ValueError(
+                f"{file}: holds samples; name the results file beside it, or the folder"
+            ) from None
+        raise ValueError(f"{file}: not JSON, or cut short: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("results"), dict):
         raise ValueError(f"{file}: has no results; it is not the results file of an lm_eval run")
     return _Results(file, data)
@@ -200,6 +212,8 @@ def _settings(results: _Results, task: str) -> dict[str, Any]:
         "system instruction": results.data.get("system_instruction_sha"),
         "chat template": results.data.get("chat_template_sha"),
         "few-shot as multi-turn": results.data.get("fewshot_as_multiturn"),
+        "begin token": results.data.get("tokenizer_bos_token"),
+        "end token": results.data.get("tokenizer_eos_token"),
     }
 
 
@@ -252,6 +266,8 @@ def _answers(
             name = str(sample.get("filter", filters[min(times.get(doc_id, -1) + 1, len(filters) - 1)]))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            if error.args == (metric,) and (has := [name for name in METRICS if name in sample]):
+                what += f", but {', '.join(has)}"
             raise ValueError(f"{where}: {what}") from None
         if score not in (0.0, 1.0):
             raise ValueError(f"{where}: {metric} is {score}, must be 0 or 1")

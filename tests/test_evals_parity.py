@@ -148,8 +148,8 @@ def _swap_question(results: dict, samples: list[dict]) -> None:
         (_set("n-shot", "gsm8k", value=8), "n-shot: 5 in the baseline, 8 in the candidate"),
         (_set("config", "limit", value=600.0), "limit: null in the baseline, 600.0 in the candidate"),
         (_set("config", "fewshot_seed", value=7), "few-shot seed: 1234 in the baseline, 7 in the candidate"),
-        (_set("configs", "gsm8k", "generation_kwargs", value={"until": []}), "generation settings: "),
-        (_set("configs", "gsm8k", "filter_list", value=[]), "filters: "),
+        (_set("configs", "gsm8k", "generation_kwargs", value={"until": []}), "generation settings"),
+        (_set("configs", "gsm8k", "filter_list", value=[]), "filters[0]: "),
         (_set("chat_template_sha", value="abc"), "chat template: null in the baseline, abc in the candidate"),
         (_sample(3, prompt_hash="other"), "prompts: 1 of 600 differ, first that of question 3"),
         (_sample(4, doc_hash="other"), "questions: 1 of 600 differ, first that of question 4"),
@@ -181,7 +181,7 @@ def test_damaged_runs_are_refused(tmp_path: Path, edit, message: str):
 def test_missing_files_are_named(tmp_path: Path):
     result = _gate(tmp_path, tmp_path)
     assert result.exit_code == 3
-    assert "no results with samples of gsm8k beside them, as lm_eval --log_samples writes" in result.output
+    assert "no samples of gsm8k, and no results; it is no --output_path of lm_eval" in result.output
     a = _write(tmp_path / "a", BASE)
     line = (a / "model" / f"samples_gsm8k_{DATE}.jsonl").read_text().splitlines()[0]
     (a / "model" / f"samples_gsm8k_{DATE}.jsonl").write_text(line + "\n" + line[:40])

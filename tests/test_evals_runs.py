@@ -3,7 +3,8 @@
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 
 from test_evals_parity import BASE, DATE, FILTERS, _gate, _results, _samples, _write
 
-from evals.parity import compare, deciding, report
+from evals.parity import compare, deciding, report, why_not_comparable
 from evals.runs import load
 
 DOC = {"question": "1 + 1?", "answer": "2"}
@@ -96,7 +97,9 @@ def test_tasks_whose_names_begin_alike_are_kept_apart(tmp_path: Path):
     inner = _write(tmp_path / "a", BASE) / "model"
     samples = inner / f"samples_gsm8k_{DATE}.jsonl"
     samples.rename(inner / f"samples_gsm8k_cot_{DATE}.jsonl")
-    with pytest.raises(ValueError, match=r"no results with samples of gsm8k beside .*of gsm8k_cot$"):
+    with pytest.raises(
+        ValueError, match=r"no samples of gsm8k, but of gsm8k_cot beside results_.*json; run "
+    ):
         load(tmp_path / "a", "gsm8k")
     with pytest.raises(ValueError, match="has gsm8k, not gsm8k_cot"):
         load(tmp_path / "a", "gsm8k_cot")
@@ -179,8 +182,8 @@ def _bypass(results: dict, samples: list[dict]) -> None:
     ("edit", "options", "message"),
     [
         (_bypass, (), "its samples have none of exact_match, acc; name one of bypass"),
-        (None, ("--metric", "f1"), ":1: no 'f1'"),
-        (None, ("--task", "mmlu"), "no results with samples of mmlu beside them"),
+        (None, ("--metric", "f1"), ":1: no 'f1', but exact_match"),
+        (None, ("--task", "mmlu"), "no samples of mmlu, but of gsm8k beside results_"),
         (None, ("--margin", "2"), "margin: is 2.0, must be between 0 and 1"),
         (lambda results, samples: samples.clear(), (), "holds no answers"),
         (lambda results, samples: samples.insert(0, 3), (), "its samples have none of exact_match, acc"),
@@ -194,13 +197,76 @@ def test_what_cannot_be_paired_is_one_line(tmp_path: Path, edit, options: tuple[
     assert result.output.count("\n") == 1
 
 
+def test_a_run_is_not_compared_with_itself(tmp_path: Path):
+    """Nothing could ever be lost; a link to it is the same run."""
+    one = _write(tmp_path / "a", BASE)
+    (tmp_path / "b").symlink_to(one)
+    result = _gate(one, tmp_path / "b")
+    assert result.exit_code == 3
+    assert "json: is the baseline and the candidate; two runs are compared\n" in result.output
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        ("samples_", "no samples of gsm8k beside results_"),
+        ("results_", "samples of gsm8k, but no results of their date beside them"),
+        ("", "no samples of gsm8k, and no results; it is no --output_path of lm_eval with --log_samples"),
+    ],
+)
+def test_what_a_folder_lacks_is_said(remove: str, message: str, tmp_path: Path):
+    folder = _write(tmp_path / "a", BASE)
+    for file in (folder / "model").glob(f"{remove}*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(folder, "gsm8k")
+
+
+def test_samples_that_are_named_are_told_from_results(tmp_path: Path):
+    [samples] = _write(tmp_path / "a", BASE).rglob("samples_*")
+    with pytest.raises(
+        ValueError, match=r"jsonl: holds samples; name the results file beside it, or the fold"
+    ):
+        load(samples, "gsm8k")
+
+
+def _tokens(end: list | None) -> Callable[[dict, list], None]:
+    def edit(results: dict, samples: list[dict]) -> None:
+        results["tokenizer_eos_token"] = end
+
+    return edit
+
+
+def test_two_tokenizers_are_not_comparable(tmp_path: Path):
+    """An engine that does not say its tokens may have the same ones."""
+    one = _write(tmp_path / "a", BASE, _tokens(["</s>", "2"]))
+    other = _write(tmp_path / "b", BASE, _tokens(["<|end|>", "7"]))
+    silent = _write(tmp_path / "c", BASE, _tokens(None))
+    result = _gate(one, other)
+    assert result.exit_code == 3
+    assert "end token[0]: </s> in the baseline, <|end|> in the candidate" in result.output
+    assert _gate(one, silent).exit_code == _gate(silent, other).exit_code == 0
+
+
+def test_of_long_settings_the_part_that_differs_is_shown(tmp_path: Path):
+    def warm(results: dict, samples: list[dict]) -> None:
+        results["configs"]["gsm8k"]["generation_kwargs"] = {"until": ["x" * 200], "temperature": 0.7}
+
+    def cold(results: dict, samples: list[dict]) -> None:
+        results["configs"]["gsm8k"]["generation_kwargs"] = {"until": ["x" * 200, "y"]}
+
+    one, other = _write(tmp_path / "a", BASE, warm), _write(tmp_path / "b", BASE, cold)
+    says = why_not_comparable(load(one, "gsm8k"), load(other, "gsm8k"))
+    assert says == "generation settings.until[1]: nothing in the baseline, y in the candidate"
+
+
 def test_a_file_that_is_not_text_is_one_line(tmp_path: Path):
     inner = _write(tmp_path / "a", BASE) / "model"
     (inner / f"samples_gsm8k_{DATE}.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match=r"jsonl: 'utf-8' codec can't decode"):
         load(tmp_path / "a", "gsm8k")
     (inner / f"results_{DATE}.json").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"json: not JSON: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"json: not JSON, or cut short: 'utf-8' codec"):
         load(tmp_path / "a", "gsm8k")
     with pytest.raises(ValueError, match="nowhere: is neither a folder nor a results file"):
         load(tmp_path / "nowhere", "gsm8k")

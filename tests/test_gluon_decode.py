@@ -17,6 +17,7 @@ from oracles.verify import OF_THE_OUTPUT
 
 CASES = {
     "two_parts": ((1, 1), (130, 129), 16, 64, {}),
+    "split": ((1,), (700,), 16, 64, {}),
     "ragged": ((1, 2, 0, 3), (300, 63, 64, 130), 20, 64, {}),
     "two_lanes": ((1, 1), (130, 128), 128, 64, {}),
     "lanes_and_groups": ((3, 1), (190, 129), 72, 64, {}),

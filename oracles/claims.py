@@ -5,6 +5,7 @@ are made together, since claims look at the same runs, and only of the oracles t
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from mla_ref.problem import problems
 from oracles.asked import told_later
 from oracles.console import describe, distinct, left_out, reasons
 from oracles.coverage import draw
-from oracles.exits import printable
+from oracles.exits import first_line, printable
 from oracles.fuzz_cli import duration
 from oracles.lookup import cases_in
 from oracles.matrix import Job, jobs_of, jobs_on, load, stage_of, trials
@@ -208,4 +209,8 @@ def _smaller(verdict: Verdict, selection: Selection) -> Verdict:
             seen[case] = same[0]
         return bool(same)
 
-    return seen[smallest(verdict.case, still_fails, SHRINKING)]
+    try:
+        return seen[smallest(verdict.case, still_fails, SHRINKING)]
+    except Exception as error:  # ours
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return replace(verdict, detail=f"{verdict.detail}; it was not made smaller: {why}")

@@ -174,7 +174,14 @@ def run(
                 known = {record.number: record.judged() for record in journal.records()}
             if lines:
                 _empty(lines)
-        verdicts = _judged(todo, min(workers, max(len(todo), 1)), limits, known, journal, lines)
+        try:
+            verdicts = _judged(todo, min(workers, max(len(todo), 1)), limits, known, journal, lines)
+        except Exception:  # ours: what was judged until then is told all the same
+            judged_yet = [verdict for number in sorted(known) for verdict in known[number]]
+            if judged_yet:
+                to_stdout().print(summary(judged_yet, by))
+                _write_failures(to_stdout(), judged_yet)
+            raise
         if report:
             _empty(report)
             report.write(to_junit(verdicts))
@@ -184,6 +191,12 @@ def run(
     write(console, "", *main_reasons(verdicts), *_not_tried(list(named), implemented, problem, oracle, todo))
     undealt = {spec: of.undealt for spec, of in asked_of.items() if of.undealt}
     write(console, *(f"{spec}: no cases of its own could be dealt: {why}" for spec, why in undealt.items()))
+    _write_failures(console, verdicts)
+    return _close(console, verdicts, require or [], time.perf_counter() - start)
+
+
+def _write_failures(console: Console, verdicts: Sequence[Verdict]) -> None:
+    """One of each kind, and how many there are like it."""
     kinds = distinct(verdicts)
     for verdict, count in kinds[:MAX_FAILURES]:
         write(console, "", *describe(verdict), *([f"  and   {count - 1} more like it"] if count > 1 else []))
@@ -191,7 +204,6 @@ def run(
         write(console, "", f"and {more_kinds(len(kinds) - MAX_FAILURES)}; --json FILE keeps them all")
     if kinds:
         write(console, "")
-    return _close(console, verdicts, require or [], time.perf_counter() - start)
 
 
 def _once(names: Names) -> Names:

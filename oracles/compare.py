@@ -110,13 +110,15 @@ def why_not_comparable(name: str, got: object, want: torch.Tensor, dtype: torch.
         return f"{name}: dtype is {_plain(got.dtype)}, must be {_plain(dtype)}"
     if got.shape != want.shape:
         return f"{name}: shape is {list(got.shape)}, must be {list(want.shape)}"
+    if got.layout != torch.strided:
+        return f"{name}: layout is {_plain(got.layout)}, must be strided"
     if got.device != want.device:
         return f"{name}: is on {got.device}, must be on {want.device}"
     return None
 
 
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _plain(what: torch.dtype | torch.layout) -> str:
+    return str(what).removeprefix("torch.")
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

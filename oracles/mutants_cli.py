@@ -42,12 +42,14 @@ def mutants(
         raise UsageError(said(error)) from None
     console = Console(stderr=True)
     shown = track(found, "mutants", console=console, disable=not console.is_terminal, transient=True)
-    rows = [
-        measure(mutant.name, mutant.case.problem, cases, _judging(mutant.case.problem, oracle))
-        for mutant in shown
-    ]
-    if record:
-        put_on_record(rows)
+    rows: list[Killed] = []
+    try:
+        for mutant in shown:
+            of = mutant.case.problem
+            rows.append(measure(mutant.name, of, cases, _judging(of, oracle)))
+    finally:  # however that ends, what was measured took long
+        if record and rows:
+            put_on_record(rows)
     if as_json:
         sys.stdout.write(to_json(rows))
     else:

@@ -22,7 +22,7 @@ from oracles.compare import why_not_comparable
 from oracles.exits import first_line
 from oracles.mirror import Mirror
 from oracles.misreading import misread
-from oracles.oracle import Oracle, Raised, Trial, foul, private_copy, rules
+from oracles.oracle import Oracle, Raised, Trial, foul, named_tensors, private_copy, rules
 from oracles.probes import admitted, materialized
 from oracles.process_state import kept
 from oracles.sources import BACKEND_PACKAGES
@@ -284,6 +284,8 @@ class _Judged:
         except (Exception, SystemExit) as error:
             raise Raised(_raised(error, self.contract)) from error
         output = _as_output(self.contract, output)
+        if reason := _why_misplaced(self.contract, output, there):
+            raise _Malformed(reason)
         if self.mirror is None:
             return output
         if reason := self.mirror.why_not_there(output, given):
@@ -412,6 +414,28 @@ def _as_output(contract: Problem, output: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             raise _Malformed(f"{name}: is {type(tensor).__name__}, must be a tensor")
     return contract.output(*output)
+
+
+def _why_misplaced(contract: Problem, output: Any, given: Any) -> str | None:
+    """Which field of an output is not in memory as its inputs are, or of other sizes than follow from theirs.
+
+    Of every call: what a rule makes of an output is no place to find that out.
+    """
+    sizes = {
+        letter: size
+        for name, letters in contract.shapes.items()
+        for letter, size in zip(letters.split(), getattr(given, name).shape, strict=True)
+    }
+    devices = {x.device for x in named_tensors(given).values()}
+    for name, letters in contract.output_shapes.items():
+        tensor, axes = getattr(output, name), letters.split()
+        if tensor.layout != torch.strided:
+            return f"{name}: layout is {str(tensor.layout).removeprefix('torch.')}, must be strided"
+        if set(axes) <= set(sizes) and list(tensor.shape) != (want := [sizes[axis] for axis in axes]):
+            return f"{name}: shape is {list(tensor.shape)}, must be {want}"
+        if devices and tensor.device not in devices:
+            return f"{name}: is on {tensor.device}, must be on {', '.join(map(str, devices))}"
+    return None
 
 
 def _own(contract: Problem, output: Any) -> Any:

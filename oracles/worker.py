@@ -408,7 +408,7 @@ def _said(worker: _Worker) -> tuple[str, str] | None:
         del worker.received[: newline + 1]
         try:
             kind, body = json.loads(line)
-            if kind not in KINDS:
+            if kind not in KINDS or not (kind in (STEP, ITEM) or isinstance(body, str)):
                 raise ValueError(kind)
         except (TypeError, ValueError):
             return CRASHED, "wrote on the judge's own connection"

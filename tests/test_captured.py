@@ -9,6 +9,7 @@ import torch
 
 from mla_ref.backend import Prepared
 from mla_ref.problem import problem
+from oracles.command import main
 from oracles.engine_mutants import prepared_mutants
 from oracles.mutants import LATENT, Mutant, mutants, right
 from oracles.rules import captured
@@ -171,7 +172,7 @@ def device(monkeypatch):
     class Capture:
         """As torch's: whether the capture fails or not, its end is what puts the stream back."""
 
-        def __init__(self, graph):
+        def __init__(self, graph, stream):
             self.graph = graph
 
         def __enter__(self):
@@ -205,13 +206,13 @@ def device(monkeypatch):
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(captured, "_damage", lambda: "")
+    monkeypatch.setattr(captured, "_damage", lambda *_: "")
     monkeypatch.setattr(captured, "BEYOND_REPAIR", [])
     return streams, modes
 
 
 def test_after_a_capture_that_spoilt_the_process_there_are_no_more(device, monkeypatch):
-    monkeypatch.setattr(captured, "_damage", lambda: "captures_underway.empty()")
+    monkeypatch.setattr(captured, "_damage", lambda *_: "captures_underway.empty()")
     made = iter(["warm", "waits not", RuntimeError("no")])
 
     def call():
@@ -291,3 +292,12 @@ def test_a_variant_has_no_plan_of_the_backends_own_function():
     backend = wrong("prepared_without_the_last_key")
     found = judge(replace(backend, variants={"again": backend.fn}), LATENT, oracles=["captured"])
     assert [(v.variant, v.status) for v in found] == [("default", FAIL), ("again", PASS)]
+
+
+def test_a_run_in_which_nothing_is_claimed_is_none_that_held(capsys):
+    words = ["run", "--backend", "mla_ref.rope", "--preset", "a.x-k2", "--oracle", "captured"]
+    assert main([*words, "--jobs", "1", "--no-isolate"]) == 3
+    out = capsys.readouterr().out
+    why = "the backend prepares nothing; there are graphs on a GPU alone"
+    assert f"no claim says anything of these cases: {why}" in out
+    assert main([*words, "--jobs", "1", "--no-isolate", "--require", "mla_ref.rope"]) == 1

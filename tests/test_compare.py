@@ -79,6 +79,9 @@ def test_what_differs_before_any_value_is_said_in_one_line():
     )
     assert why_not_comparable("out", want.T, want, torch.float32) == "out: shape is [3, 2], must be [2, 3]"
     elsewhere = torch.zeros(2, 3, device="meta")
+    sparse = want.to_sparse()
+    told = "out: layout is sparse_coo, must be strided"
+    assert why_not_comparable("out", sparse, want, torch.float32) == told
     assert why_not_comparable("out", elsewhere, want, torch.float32) == "out: is on meta, must be on cpu"
     for finding in (identical("out", want.T, want), within("out", want.T, admissible([[0.0] * 3] * 2, 0.0))):
         assert finding == Finding(ok=False, detail="out: shape is [3, 2], must be [2, 3]")

@@ -1,16 +1,21 @@
 """The pool: what a backend's import may take, and what its functions may."""
 
+import json
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from mla_ref.case import Case
 from mla_ref.presets import PRESETS
+from oracles.command import main
+from oracles.exits import WorkersError
 from oracles.matrix import Job
 from oracles.oracle import rules
-from oracles.pool import Part, judge_all, judge_job, judged
+from oracles.pool import Part, described, judge_all, judge_job, judged
+from oracles.run_directory import Record
 from oracles.verdict import CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict
 from oracles.verify import find_backend
 from oracles.worker import CRASHED, ITEM, RAISED, REPLACED, STEP, TIMED_OUT, Limits, Outcome, Replace
@@ -152,3 +157,34 @@ def test_what_the_judge_raises_in_this_process_is_the_verdict_that_it_is_in_a_wo
     verdicts = judge_job(Job(ROPE, ("mla_ref.rope",), ("value", "rope_norm", "contract"), "cpu"))
     assert [(v.oracle, v.status) for v in verdicts] == [("value", PASS), ("rope_norm", ERROR)]
     assert re.fullmatch(r"InTheJudge: LookupError in broken, test_pool\.py:\d+: planted", verdicts[1].detail)
+
+
+def test_what_was_judged_before_the_workers_failed_is_told(monkeypatch, capsys):
+    def broken(jobs, *_):
+        verdict = Verdict(
+            status=FAIL, backend="mla_ref.rope", variant="default", oracle="value", case=ROPE, device="cpu"
+        )
+        yield 0, [replace(verdict, detail="out: is wrong")]
+        raise WorkersError("workers do not start: killed")
+
+    monkeypatch.setattr("oracles.cli.judge_all", broken)
+    assert main(["run", "--backend", "mla_ref.rope", "--preset", "a.x-k2"]) == 3
+    out, err = capsys.readouterr()
+    assert "out: is wrong" in out
+    assert err.endswith("mla-verify: workers do not start: killed\n")
+
+
+def test_a_campaign_tells_what_it_found_before_the_workers_failed(monkeypatch, capsys):
+    def broken(plan, engine, journal, tally, over, done):
+        tally.add("mla_ref.rope", Record(0, json.loads(ROPE.to_json()), [decided("value", FAIL)]))
+        yield None
+        raise WorkersError("workers do not start: killed")
+
+    found = described(["mla_ref.rope"], "cpu", None)
+    monkeypatch.setattr("oracles.fuzz_cli.campaign", broken)
+    monkeypatch.setattr("oracles.fuzz_cli.describe_all", lambda *_: found)
+    monkeypatch.setattr("oracles.fuzz_cli.judges", lambda *_, **__: nullcontext())
+    assert main(["fuzz", "--backend", "mla_ref.rope", "--budget", "1cases", "--jobs", "1"]) == 3
+    out, err = capsys.readouterr()
+    assert "1 cases, 0 claims held, 1 failed" in out
+    assert err.endswith("mla-verify: workers do not start: killed\n")

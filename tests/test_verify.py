@@ -342,3 +342,29 @@ def test_tensors_that_share_memory_share_its_copy():
     other = private_copy(inputs)
     assert storage_bytes(other.q_pe).data_ptr() == storage_bytes(other.ql_nope).data_ptr()
     assert storage_bytes(other.q_pe).data_ptr() != storage_bytes(inputs.q_pe).data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "told"),
+    [
+        (lambda x: x[:-1], "shape is "),
+        (lambda x: x.flatten(), "shape is "),
+        (lambda x: x[:0], "shape is "),
+        (lambda x: x.to_sparse(), "layout is sparse_coo, must be strided"),
+        (lambda x: x.to("meta"), "is on meta, must be on cpu"),
+    ],
+)
+@pytest.mark.parametrize(
+    "oracle", ["batch_mates", "dependency", "shift", "union", "value_scale", "reused_memory"]
+)
+def test_what_a_later_call_returns_is_malformed_for_every_rule(oracle, spoiled, told):
+    """It is no error of the judge's, whatever the rule would have made of it."""
+    calls = []
+
+    def fn(*args):
+        calls.append(args)
+        output = right(*args)
+        return output if len(calls) == 1 else AttentionOutput(*map(spoiled, output))
+
+    [verdict] = judge(backend(fn), CASE, oracles=[oracle])
+    assert (verdict.status, verdict.detail.startswith(f"out: {told}")) == (FAIL, True), verdict.detail

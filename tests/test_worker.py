@@ -74,6 +74,7 @@ FAULTS = [
     ("forge", "7", CRASHED, r"wrote on the judge's own connection"),
     ("forge", '["held", ""]', CRASHED, r"wrote on the judge's own connection"),
     ("forge", '[[], ""]', CRASHED, r"wrote on the judge's own connection"),
+    ("forge", '["done", 7]', CRASHED, r"wrote on the judge's own connection"),
     ("real_time_signal", None, CRASHED, r"the process died of signal 35"),
 ]
 

@@ -94,7 +94,14 @@ def _theirs(trial: Trial, do: Callable[[], Any]) -> Any:
     """What a part of a prepared call returns; the process is afterwards as it was. Raises: Raised."""
     foul(trial.expected(), trial.device)
     with kept(trial.disturbed):
-        return _blamed("prepare", do)
+        return _blamed("prepare", lambda: _done(do(), trial.device))
+
+
+def _done(result: Any, device: str) -> Any:
+    """The result, once the device has computed it: what goes wrong there is told here, too."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return result
 
 
 def _graph(trial: Trial, call: Callable[[], Any]) -> Graph | str:
@@ -128,13 +135,12 @@ def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
         graph, failed = torch.cuda.CUDAGraph(), ""
         try:
             # A capture that fails leaves its stream the current one.
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=stream):
                 result = call()
         except (Exception, SystemExit) as error:
             failed = f"it cannot be captured: {first_line(error) or type(error).__name__}"
         if failed:
-            del graph  # with which goes what can be put back
-            if damage := _damage():
+            if damage := _damage(graph, stream):
                 BEYOND_REPAIR.append(f"a capture that failed has left behind: {damage}")
             return failed
 
@@ -145,16 +151,23 @@ def graph_of(call: Callable[[], Any], device: str) -> Graph | str:
     return Graph(replay, result)
 
 
-def _damage() -> str:
-    """What goes wrong on the current GPU since a capture has failed; empty if nothing does.
+def _damage(graph: Any, stream: Any) -> str:
+    """What goes wrong on the current GPU since a capture has failed; empty if nothing does, any more.
 
-    torch tells its allocator and its generator last that a capture is over, and not where the driver says
-    that it has failed: memory is not given back any more, and no further capture begins.
+    A call that leaves another stream the current one leaves the capture going on. Where the driver says that
+    it has failed, torch does not tell its generator that it is over, nor in some versions its allocator: no
+    number is drawn, no memory is given back, and no further capture begins.
     """
     try:
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                graph.capture_end()
+        device = torch.cuda.current_device()
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+        with torch.random.fork_rng([device]):
+            torch.empty(1, device="cuda").bernoulli_()  # draws a number
         torch.cuda.empty_cache()
-        with torch.random.fork_rng([torch.cuda.current_device()]):
-            torch.rand(1, device="cuda")
         torch.cuda.synchronize()
     except Exception as error:
         return first_line(error) or type(error).__name__

@@ -20,6 +20,7 @@ from compiled_kernels import CUOBJDUMP, target, usage
 from triton.runtime.jit import KernelInterface
 
 from mla_fast import gluon_decode
+from mla_fast._split_schedule import PAIR_KEYS
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.problem import problem
@@ -86,8 +87,9 @@ def compile_all(name: str, heads: int, block_size: int, fmt: str) -> None:
         name="compiled", hidden_size=64, num_heads=heads, q_lora_rank=None, kv_lora_rank=512,
         qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
     )  # fmt: skip
+    length = gluon_decode.CHUNK_PAIRS * PAIR_KEYS + 1  # as short as a fixed cut splits
     case = Case(
-        problem="latent_attention", config=config, q_lens=(1,), kv_lens=(5,), block_size=block_size,
+        problem="latent_attention", config=config, q_lens=(1,), kv_lens=(length,), block_size=block_size,
         cache_format=fmt, dtype="float16" if fmt == "fp16" else "bfloat16",
     )  # fmt: skip
     inputs = problem(case.problem).materialize(case, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Compiles what the copying launchers would launch on a GPU, without one: ``compiled_copy_kernels.py 90``.
+"""Compiles what the copying launchers would launch on GPUs, without one: ``compiled_copy_kernels.py 90``.
 
 As ``compiled_kernels``: one line of JSON a kernel, through the launchers themselves. ``loads`` and ``stores``
 count the accesses to global memory by their bytes a thread.
@@ -92,11 +92,13 @@ def compile_all(capability: int) -> None:
         for variant, fn in variants.items():
             fn(*inputs)
             for name, kernel in compiled:
-                line = {"kernel": name, "case": row, "variant": variant, "shared": kernel.metadata.shared}
+                line = {"capability": capability, "kernel": name, "case": row, "variant": variant}
+                line |= {"shared": kernel.metadata.shared}
                 line |= usage(kernel.asm["cubin"]) | accesses(kernel.asm["ptx"])
                 sys.stdout.write(json.dumps(line) + "\n")
             compiled.clear()
 
 
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))
+    for capability in map(int, sys.argv[1:]):
+        compile_all(capability)

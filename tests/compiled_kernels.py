@@ -1,8 +1,8 @@
-"""Compiles what ``mla_fast.triton_decode`` would launch on a GPU, without one: ``compiled_kernels.py 90``.
+"""Compiles what ``mla_fast.triton_decode`` would launch on GPUs, without one: ``compiled_kernels.py 80 90``.
 
 Run in a process of its own, with TRITON_INTERPRET unset: Triton decides at import what a kernel is. Prints a
-line of JSON for each kernel. Launches go through the launcher itself, so tiles, specialisations and arguments
-are the shipped ones; only the last step, the launch, is left out.
+line of JSON for each kernel and compute capability. Launches go through the launcher itself, so tiles,
+specialisations and arguments are the shipped ones; only the last step, the launch, is left out.
 """
 
 import json
@@ -61,7 +61,7 @@ def target(capability: int) -> type[DriverBase]:
             return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self) -> int:
-            return 0
+            return capability  # kernels are kept by device, and each is to be compiled for every one
 
         def get_current_stream(self, device: int) -> int:
             return 0
@@ -113,6 +113,7 @@ def compile_all(capability: int) -> None:
                     options.get("num_stages"),
                 ]
                 line = {
+                    "capability": capability,
                     "kernel": name,
                     "format": fmt,
                     "case": row,
@@ -136,4 +137,5 @@ def launch(fmt: str, heads: int, c: int, r: int, block_size: int, schedule: str)
 
 
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))
+    for capability in map(int, sys.argv[1:]):
+        compile_all(capability)

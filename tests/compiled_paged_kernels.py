@@ -51,11 +51,12 @@ def compile_all(capability: int) -> None:
                 inputs = problem("paged_attention").materialize(case_of(x, v, fmt), torch.device("cpu"))
                 launcher.scheduled(_split_keys.Schedule(num_splits=num_splits, tile=tile))(*inputs)
                 for name, kernel in compiled:
-                    line = {"kernel": name, "x": x, "v": v, "format": fmt, "tile": tile}
-                    line |= {"shared": kernel.metadata.shared, "splits": num_splits}
+                    line = {"capability": capability, "kernel": name, "x": x, "v": v, "format": fmt}
+                    line |= {"tile": tile, "shared": kernel.metadata.shared, "splits": num_splits}
                     sys.stdout.write(json.dumps(line | usage(kernel.asm["cubin"])) + "\n")
                 compiled.clear()
 
 
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))
+    for capability in map(int, sys.argv[1:]):
+        compile_all(capability)

@@ -1,9 +1,5 @@
 """Writing into the cache in plain Triton: judged, and byte for byte what the encoder gives."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from test_compile import SHARED_BYTES
+from compiling import SHARED_BYTES, by_capability
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
@@ -314,20 +310,17 @@ def test_no_tokens_at_all() -> None:
     assert torch.equal(inputs.kv_cache.view(torch.uint8), before.view(torch.uint8))
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    return by_capability("compiled_copy_kernels", tmp_path_factory.mktemp("triton"))
+
+
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_copying_kernels_compile_without_spilling(capability: int, tmp_path: Path) -> None:
+def test_copying_kernels_compile_without_spilling(
+    capability: int, compiled: dict[int, list[dict[str, Any]]]
+) -> None:
     """And with accesses of 16 bytes: every one but the scales, slots and rope of few rows at 512 channels."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compiled_copy_kernels.py")
-    ran = subprocess.run(
-        [sys.executable, script, str(capability)],
-        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    kernels = [json.loads(line) for line in ran.stdout.splitlines()]
+    kernels = compiled[capability]
     assert len(kernels) == 20
     for kernel in kernels:
         assert kernel["STACK"] == 0, kernel

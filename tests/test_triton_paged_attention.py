@@ -1,16 +1,12 @@
 """The Triton kernel over pages of keys and values: judged under the interpreter, compiled for every GPU."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_compile import SHARED_BYTES
+from compiling import SHARED_BYTES, by_capability
 
 from mla_fast.triton_paged_attention import BACKEND, parts_of, why_not
 from mla_ref.case import Case
@@ -148,20 +144,17 @@ def test_key_channels_in_two_powers_of_two():
 SPILLED_BYTES = 16
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    return by_capability("compiled_paged_kernels", tmp_path_factory.mktemp("triton"))
+
+
 @pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_shipped_tiles_compile_without_spilling(capability: int, tmp_path: Path):
+def test_shipped_tiles_compile_without_spilling(
+    capability: int, compiled: dict[int, list[dict[str, Any]]]
+) -> None:
     """Every tile that a launch can choose, for 16-bit and e4m3 pages, with and without a merge."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compiled_paged_kernels.py")
-    ran = subprocess.run(
-        [sys.executable, script, str(capability)],
-        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    kernels = [json.loads(line) for line in ran.stdout.splitlines()]
+    kernels = compiled[capability]
     assert len(kernels) == 18
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_BYTES[capability], kernel

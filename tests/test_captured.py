@@ -301,3 +301,25 @@ def test_a_run_in_which_nothing_is_claimed_is_none_that_held(capsys):
     why = "the backend prepares nothing; there are graphs on a GPU alone"
     assert f"no claim says anything of these cases: {why}" in out
     assert main([*words, "--jobs", "1", "--no-isolate", "--require", "mla_ref.rope"]) == 1
+
+
+@pytest.mark.parametrize("oracle", ["captured", "repeat"])
+def test_a_run_that_was_wrong_stays_so_whatever_a_later_one_does(oracle):
+    run, numerics = right(LATENT)
+    calls = itertools.count()
+
+    def wrong_then_raising(inputs):
+        number = next(calls)
+        if number > 2:
+            raise LookupError("later")
+        output = run(inputs)
+        return output._replace(out=output.out * (1 + number))
+
+    backend = Mutant("none", LATENT, wrong_then_raising, numerics).backend
+    if oracle == "captured":
+        fn = Mutant("none", LATENT, run, numerics).backend.fn
+        prepare = lambda inputs: Prepared(lambda: wrong_then_raising(inputs), lambda output: output)  # noqa: E731
+        backend = replace(backend, fn=fn, prepare=prepare)
+        assert [next(calls), next(calls)] == [0, 1]
+    [found] = judge(backend, LATENT, oracles=[oracle])
+    assert (found.status, "out: " in found.detail) == (FAIL, True), found.detail

@@ -40,7 +40,10 @@ class Graph(NamedTuple):
 
 def check(trial: Trial) -> Finding:
     """Run what is prepared, and replay that and the call itself from graphs, where there are any."""
-    (prepared, why_not_planned), (replayed, why_not_replayed) = _prepared(trial), _replayed(trial)
+    prepared, why_not_planned = _prepared(trial)
+    if prepared and not prepared[-1].ok:
+        return prepared[-1]
+    replayed, why_not_replayed = _replayed(trial)
     missing = "; ".join(dict.fromkeys(filter(None, (why_not_planned, why_not_replayed))))
     if not prepared and not replayed:
         return nothing(missing)
@@ -49,7 +52,7 @@ def check(trial: Trial) -> Finding:
 
 
 def _prepared(trial: Trial) -> tuple[list[Finding], str]:
-    """What its runs show, and its graph, and why there is none."""
+    """What its runs show, up to one that is wrong, and its graph; and why there is none."""
     prepare, memory = trial.backend.prepare, private_copy(trial.inputs)
     if prepare is None:
         return [], "the backend prepares nothing"
@@ -59,6 +62,8 @@ def _prepared(trial: Trial) -> tuple[list[Finding], str]:
         result = _theirs(trial, prepared.run)
         output = _theirs(trial, partial(prepared.finish, result))
         findings.append(_judged(trial, trial.inputs, output, memory, f"prepared, run {number + 1}"))
+        if not findings[-1].ok:
+            return findings, ""
         _clear(result, memory)
     graph = _graph(trial, prepared.run)
     if not isinstance(graph, Graph):

@@ -43,6 +43,8 @@ def check(trial: Trial) -> Finding:
         may_be = partial(_either, trial, make, factor)
         what = make.__name__.replace("_", " ")
         findings.append(as_claimed(trial, trial.run(changed), want, may_be, least(trial), what))
+        if not findings[-1].ok:
+            break
     return replace(worst_of(findings), num_checked=sum(finding.num_checked for finding in findings))
 
 

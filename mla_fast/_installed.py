@@ -1,7 +1,7 @@
 """Whether a library can be called here, and how it is called.
 
 Whether is found out by importing it, since one that is there may still not load. All are called
-``with calling(…)``, for the sake of one that launches on the current GPU, whichever its tensors are on.
+``with calling(…)``. On two GPUs each launched where its tensors are without that, too, but none promises it.
 """
 
 import contextlib

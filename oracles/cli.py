@@ -176,6 +176,8 @@ def run(
                 _empty(lines)
         try:
             verdicts = _judged(todo, min(workers, max(len(todo), 1)), limits, known, journal, lines)
+        except OSError:  # of a file that was named
+            raise
         except Exception:  # ours: what was judged until then is told all the same
             judged_yet = [verdict for number in sorted(known) for verdict in known[number]]
             if judged_yet:

@@ -172,6 +172,50 @@ def bugs(
 
 
 @app.command()
+def codes(
+    checkpoint: Folder,
+    path: Annotated[str, typer.Option(help=PATH_HELP)],
+    device: Device = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the record here.")] = None,
+) -> None:
+    """Show whether a path over a cache that rounds parts from the definition by its codes alone."""
+    from evals import codes as written
+    from evals.path import parse
+
+    with _refusing("codes"):
+        record = written.codes(_checkpoint(checkpoint), parse(path), _device(device))
+        if json_file is not None:
+            _write(json_file, record)
+    typer.echo(written.markdown(record))
+
+
+@app.command()
+def reach(
+    checkpoint: Folder = "mini",
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    device: Device = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the record here.")] = None,
+) -> None:
+    """Show how far beyond the limits each planted bug is, over every cache format and in 16 bits.
+
+    Exit code: 0 if T1 or T2 sees every bug everywhere, 1 if not, 3 if it cannot run.
+    """
+    from evals import reach as reaches
+    from evals.trial import measured_noise
+
+    with _refusing("reach"):
+        folder = _checkpoint(checkpoint)
+        record = reaches.record([*reaches.reaches(folder, _device(device), jobs)], folder, device)
+        if json_file is not None:
+            _write(json_file, record)
+    noise = measured_noise(folder)
+    typer.echo(reaches.markdown(record, noise))
+    if faint := reaches.unseen(record, noise):
+        typer.echo(f"reach: within every limit: {', '.join(faint)}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
 def survey(
     checkpoint: Folder,
     out: Annotated[Path, typer.Option(help="lm_eval's runs; an interrupted command resumes.")],
@@ -232,16 +276,24 @@ def survey(
 def rejudge(
     record_file: Annotated[Path, typer.Argument(metavar="RECORD", help="What survey --json wrote.")],
     checkpoint: Folder,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure T1 and T2 anew, on --device.")] = False,
+    device: Device = "cpu",
+    jobs: Annotated[int, typer.Option(min=1, help="Paths measured at a time.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the record here.")] = None,
 ) -> None:
-    """Hold what a survey found to the limits that the checkpoint has now; nothing is measured.
+    """Hold what a survey found to the limits that the checkpoint has now; T3 is as it was.
 
     Exit code: as that of survey.
     """
     from evals import survey as surveys
 
     with _refusing("rejudge"):
-        record = surveys.again(_read(record_file), _checkpoint(checkpoint))
+        folder = _checkpoint(checkpoint)
+        was = _read(record_file)
+        record = surveys.again(was, folder)
+        if measure:
+            found = surveys.remeasured(was, folder, device=_device(device), jobs=jobs)
+            record = surveys.again(found, folder)
         if json_file is not None:
             _write(json_file, record)
     typer.echo(f"{surveys.about(record)}\n\n{surveys.markdown(record)}")

@@ -95,9 +95,7 @@ def survey(
     rows = {name: {"name": name, "path": path, "reason": PENDING} for name, path in paths.items()}
     children: list[subprocess.Popen[str]] = []
     about = _about(folder, questions, device, model_dtype, margin) | {"jobs": jobs}
-    command = [sys.executable, "-m", "evals", "trial", str(folder), "--json", "--device", device]
-    command += ["--model-dtype", model_dtype, "--questions", str(questions), "--margin", str(margin)]
-    command += ["--out", str(out)]
+    command = [*_trials(folder, questions, device, model_dtype, margin), "--out", str(out)]
 
     def ended(name: str) -> dict[str, Any]:
         return {"name": name} | _trial([*command, "--path", paths[name]], seconds, out, margin, children)
@@ -119,15 +117,13 @@ def survey(
                 child.kill()
 
 
-def _about(folder: Path, questions: int, device: str, model_dtype: str, margin: float) -> dict[str, Any]:
-    import torch
+def _trials(folder: Path, questions: int, device: str, model_dtype: str, margin: float) -> list[str]:
+    command = [sys.executable, "-m", "evals", "trial", str(folder), "--json", "--device", device]
+    command += ["--model-dtype", model_dtype, "--questions", str(questions), "--margin", str(margin)]
+    return command
 
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+
+def _about(folder: Path, questions: int, device: str, model_dtype: str, margin: float) -> dict[str, Any]:
     noise = measured_noise(folder, model_dtype)
     return {
         "checkpoint": folder.name,
@@ -136,10 +132,22 @@ def _about(folder: Path, questions: int, device: str, model_dtype: str, margin: 
         "model_dtype": model_dtype,
         "questions": questions,
         "margin": margin,
-        "device": torch.cuda.get_device_name(device) if device != "cpu" else "CPU",
-        "versions": versions,
-        "date": _today(),
+        **here(device),
     }
+
+
+def here(device: str) -> dict[str, Any]:
+    """On what, with what and when."""
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    name = torch.cuda.get_device_name(device) if device != "cpu" else "CPU"
+    return {"device": name, "versions": versions, "date": _today()}
 
 
 def _today() -> str:
@@ -153,6 +161,17 @@ def _trial(
 
     children: where the process is kept, for whoever has to end it.
     """
+    row, found = _printed(command, seconds, children)
+    if found is None:
+        return row
+    row |= {key: found[key] for key in ("outcome", "reason", "lines", "place")}
+    return row | _answers(out, AttentionPath(**found["path"]), margin)
+
+
+def _printed(
+    command: Sequence[str], seconds: float, children: list[subprocess.Popen[str]]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Path and seconds of a trial's process and what it printed; if that is no trial, why, and None."""
     begun = time.monotonic()
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children.append(child)
@@ -161,15 +180,13 @@ def _trial(
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        return {"path": command[-1], "reason": f"not ended after {seconds:.0f} s"}
+        return {"path": command[-1], "reason": f"not ended after {seconds:.0f} s"}, None
     row: dict[str, Any] = {"path": command[-1], "seconds": round(time.monotonic() - begun, 1)}
     try:
-        found = json.loads(printed)
+        return row, json.loads(printed)
     except ValueError:  # it was refused, or ended on an error: exit code 1 is then no verdict
         said = complaint.strip().splitlines() or [f"ended with {child.returncode} and no word"]
-        return row | {"reason": said[-1].removeprefix("trial: ").removeprefix("path: ")}
-    row |= {key: found[key] for key in ("outcome", "reason", "lines", "place")}
-    return row | _answers(out, AttentionPath(**found["path"]), margin)
+        return row | {"reason": said[-1].removeprefix("trial: ").removeprefix("path: ")}, None
 
 
 def _answers(out: Path, path: AttentionPath, margin: float) -> dict[str, Any]:
@@ -218,6 +235,29 @@ def again(record: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
+def remeasured(
+    record: Mapping[str, Any], folder: Path, *, device: str = "cpu", jobs: int = 1, seconds: float = 600.0
+) -> dict[str, Any]:
+    """The record with T1 and T2 of its paths as they are now, on this machine; T3 is that of its run.
+
+    It says so under ``measured``. A path that does not run now gets a row that says why. Not decided:
+    ``again`` does that. jobs, seconds: as of ``survey``.
+    """
+    command = _trials(folder, 0, device, record["model_dtype"], record["margin"])
+
+    def anew(row: dict[str, Any]) -> dict[str, Any]:
+        if "outcome" not in row:
+            return row
+        ended, found = _printed([*command, "--path", row["path"]], seconds, [])
+        if found is None:
+            return {"name": row["name"]} | ended
+        return row | {key: found[key] for key in ("lines", "place")}
+
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = [*pool.map(anew, record["paths"])]
+    return {**record, "measured": here(device), "paths": rows}
+
+
 def _again(row: Mapping[str, Any], noise: Mapping[str, Any]) -> dict[str, Any]:
     path = parse(row["path"])
     allowed = dict.fromkeys(MEASURES, math.nan) | (limits(noise, path) or {})
@@ -235,7 +275,9 @@ def _again(row: Mapping[str, Any], noise: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def about(record: Mapping[str, Any]) -> str:
-    """Where, on what, when and by which limits; of a record that was rejudged also what its run had said."""
+    """Where, on what, when and by which limits; of a record that was rejudged also what its run had said, and
+    when T1 and T2 were measured anew.
+    """
     asked = f"{record['questions']} questions, margin {record['margin']:.0%}"
     took = f"{record['seconds']:.0f} s, {record['jobs']} paths at a time"
     lines = [
@@ -243,6 +285,9 @@ def about(record: Mapping[str, Any]) -> str:
         ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         f"{record['date']}, {took}, limits {record['limits'][:12]}",
     ]
+    if measured := record.get("measured"):
+        with_what = f"{measured['device']}, torch {measured['versions']['torch']}"
+        lines.append(f"T1 and T2 measured {measured['date']}, {with_what}")
     if rejudged := record.get("rejudged"):
         lines.append(f"rejudged {rejudged['date']}; by the limits of its run, {rejudged['limits'][:12]}:")
         changed = [

@@ -2,7 +2,8 @@
 
 Tier 1, shadow: the reference serves the model, and in every layer the candidate is called as well, with the
 same queries and the very same cache. Nothing of it is passed on, so no error is amplified or hidden.
-Tier 2, teacher-forced: reference and candidate each serve the same prompts and answers on their own.
+Tier 2, teacher-forced: reference and candidate each serve the same prompts and answers on their own, in the
+same steps.
 """
 
 import math
@@ -95,9 +96,24 @@ def forced_logits(
     return teacher_forced(model, layer, path, [t.prompt for t in texts], [t.answer for t in texts])
 
 
+def defined(path: AttentionPath) -> AttentionPath:
+    """The definition of MLA in float32, in the steps of ``path`` and over a cache of its format and scale.
+
+    Other steps would be other shapes to the model's projections, whose last bits are not attention's doing
+    and turn over codes of the first layer: on a GPU, one such code outweighed all that a path did.
+    """
+    return AttentionPath(
+        cache_format=path.cache_format,
+        kv_scale=path.kv_scale,
+        block_size=path.block_size,
+        chunk=path.chunk,
+        decode_threshold=path.decode_threshold,
+    )
+
+
 def reference_logits(model: Model, path: AttentionPath, texts: Sequence[Text]) -> list[torch.Tensor]:
-    """The definition of MLA in float32, prompts whole, over a cache of the same format and scale."""
-    plain = AttentionPath(cache_format=path.cache_format, kv_scale=path.kv_scale, block_size=path.block_size)
+    """Tier 2's other side: what ``defined`` makes of the same texts."""
+    plain = defined(path)
     return forced_logits(model, layer_of(plain, model.config), plain, texts)
 
 

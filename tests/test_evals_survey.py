@@ -293,6 +293,38 @@ def test_the_record_of_the_docs_is_held_to_the_limits_of_now():
     assert [row["name"] for row in record["paths"]] == [*PATHS]
 
 
+def test_t1_and_t2_are_measured_anew_and_t3_stays(tmp_path: Path, monkeypatch):
+    """One path that runs now, one that does not, one that never ran; limits that fail what was found then."""
+    asked = []
+
+    def prints(command: list[str], seconds: float, children: list) -> tuple[dict, dict | None]:
+        asked.append(command)
+        if command[-1] == "decode=gone":
+            return {"path": command[-1], "reason": "needs CUDA"}, None
+        return {"path": command[-1]}, {"lines": [_line(0.0)], "place": "layer 1", "outcome": "PASS"}
+
+    monkeypatch.setattr(surveys, "_printed", prints)
+    old = _decided("PASS") | {"lines": [_line(1.0)]}
+    gone, never = old | {"name": "gone", "path": "decode=gone"}, {"name": "never", "reason": "hung"}
+    file, new = tmp_path / "old.json", tmp_path / "new.json"
+    file.write_text(json.dumps(ABOUT | {"paths": [old, gone, never]}))
+    assert CliRunner().invoke(app, ["rejudge", str(file), "mini"]).exit_code == 1
+    result = CliRunner().invoke(app, ["rejudge", str(file), "mini", "--measure", "--json", str(new)])
+    assert result.exit_code == 0, result.output
+    assert [words[-1] for words in asked] == [old["path"], "decode=gone"]
+    assert all(words[words.index("--questions") + 1] == "0" for words in asked)
+    written = json.loads(new.read_text())
+    rows = {row["name"]: row for row in written["paths"]}
+    kernel = rows["a kernel"]
+    assert (kernel["outcome"], kernel["place"], kernel["lines"][0]["found"]) == ("PASS", "layer 1", 0.0)
+    assert kernel["filters"] == old["filters"]
+    assert rows["gone"] == {"name": "gone", "path": "decode=gone", "reason": "needs CUDA"}
+    assert rows["never"] == never
+    assert written["measured"]["device"] == "CPU"
+    assert f"T1 and T2 measured {written['measured']['date']}, CPU, torch " in result.output
+    assert (written["date"], written["seconds"]) == (ABOUT["date"], ABOUT["seconds"])
+
+
 def test_limits_have_a_digest_of_what_they_allow(monkeypatch):
     noise = measured_noise(MINI)
     here = limits_digest(noise)

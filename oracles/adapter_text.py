@@ -389,7 +389,7 @@ def _backend() -> str:
     return "\n".join(
         [
             "# Wide enough for any kernel that sums in float32: narrow it to what the kernel really rounds.",
-            "# sum_rounded_p=False, if the denominator sums weights before they are rounded, sharpens lse most.",
+            "# sum_rounded_p=False first, if the denominator sums weights that are not rounded yet.",
             "NUMERICS = Numerics(",
             f"    {', '.join(declared)},",
             ")",

@@ -350,6 +350,8 @@ class Shared(NamedTuple):
 
     format: the accumulator's. keys: visible keys of each row, at least 1 [s].
     excess [h s j]: its sum bounds what the shared errors add to the sum of the weights, p·τ. total [h s]: it.
+    share [h s]: no key's excess is more than this of what is its weight then, but for ``flushed`` [s] of all
+        keys together, which a vanishing weight may be wrong by.
     sums: γ of adding the weights, or their products with a channel, over all tiles and splits [s].
     summed: roundoff of the weights that the denominator sums; 0 where they are not rounded.
     denominator [s]: relative error of the denominator beyond that.
@@ -361,6 +363,8 @@ class Shared(NamedTuple):
     keys: torch.Tensor
     excess: torch.Tensor
     total: torch.Tensor
+    share: torch.Tensor
+    flushed: torch.Tensor
     sums: torch.Tensor
     summed: float
     denominator: torch.Tensor
@@ -446,7 +450,8 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
     excess = torch.where(
         growth < 1.0, rows.weights * torch.expm1(growth), torch.exp(rows.scores - lse[..., None] + growth)
     )
-    excess = (excess + ((tiles + 2.0) * acc.flush)[:, None]).masked_fill(unseen, 0.0)
+    flushed = (tiles + 2.0) * acc.flush
+    excess = (excess + flushed[:, None]).masked_fill(unseen, 0.0)
     per_key = max(numerics.dot_roundings, 1.0)
     sums = gamma(per_key * keys + 2.0 * tiles + splits + 4 * depth + SPARE_ROUNDINGS, u)
     rounding = 4.0 * u * (lse.abs() + top.abs() + lag) + log_error * log_sum + exp_error
@@ -459,6 +464,8 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
         keys=keys,
         excess=excess,
         total=excess.sum(-1),
+        share=_share(_largest(growth)),
+        flushed=flushed * keys,
         sums=sums,
         summed=summed,
         denominator=denominator,
@@ -469,6 +476,11 @@ def _shared(rows: Rows, scaled: torch.Tensor, numerics: Numerics, query: torch.d
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
     return x.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+
+
+def _share(growth: torch.Tensor) -> torch.Tensor:
+    """The most that e^growth - 1 is of e^growth; from 1 on all of it, since there the excess is e^growth."""
+    return torch.where(growth < 1.0, -torch.expm1(-growth), 1.0)
 
 
 def _lse_radius(rows: Rows, shared: Shared, summed: torch.Tensor) -> torch.Tensor:
@@ -489,14 +501,22 @@ class Mixture(NamedTuple):
 
 
 def mixed(rows: Rows, shared: Shared, values: torch.Tensor, mean: torch.Tensor) -> Mixture:
-    """What the shared errors do to the weighted sums of values, whose exact result is ``mean``."""
+    """What the shared errors do to the weighted sums of values, whose exact result is ``mean``.
+
+    Σ p τ |v - o| by Cauchy and Schwarz, which knows what all values have in common, or term by term, as
+    Σ p τ |v| + |o| Σ p τ, which knows that a channel is made of few keys.
+    """
     total = shared.total[..., None]
     square = mix(shared.excess, values.square()) + mean.square() * total
     centred = (square - 2.0 * mean * mix(shared.excess, values)).clamp(min=0.0) + 2.0**-40 * square
     low, high = _hull(rows.seen, values)
     hull = torch.maximum(high - mean, mean - low).clamp(min=0.0)
-    shift = torch.minimum(torch.sqrt(total * centred) / _room(shared), hull)
-    return Mixture(torch.where(total >= ILL_CONDITIONED, hull, shift), _average(rows, shared, values.abs()))
+    mass = _average(rows, shared, values.abs())
+    largest = torch.maximum(high.abs(), low.abs())
+    terms = shared.share[..., None] * (1.0 + total) * mass + shared.flushed[:, None] * largest
+    apart = torch.minimum(torch.sqrt(total * centred), terms + mean.abs() * total)
+    shift = torch.minimum(apart / _room(shared), hull)
+    return Mixture(torch.where(total >= ILL_CONDITIONED, hull, shift), mass)
 
 
 def _average(rows: Rows, shared: Shared, x: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,11 @@ from random_trials import random_kernel
 from simulated_kernel import Schedule, simulated
 
 from evals import flash_latent
+from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.numerics import Numerics
+from mla_ref.presets import preset
 from mla_ref.problem import problem
 from oracles.bounds import (
     ADMISSIBLE,
@@ -34,7 +36,8 @@ from oracles.bounds import (
 from oracles.compare import within
 from oracles.coverage import draw
 from oracles.mutants import LATENT
-from oracles.verdict import PASS
+from oracles.precision_mutants import MANY, NUMERICS, kernel
+from oracles.verdict import FAIL, PASS
 from oracles.verify import find_backend, judge
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -249,6 +252,18 @@ def test_the_bound_is_reached_within_a_factor_of_two():
     want = ADMISSIBLE["latent_attention"](inputs, kernel.numerics)["out"]
     ratio = uncovered(kernel.fn(*inputs).out, want)
     assert 0.5 < ratio <= 1.0
+
+
+@pytest.mark.parametrize(("least", "status"), [(0.0, PASS), (2.0**-30, FAIL)])
+def test_a_key_is_missed_that_weighs_next_to_nothing(least, status):
+    """In a channel of its own an error is a share of the key's weight, and not of the weight's root."""
+    contract = problem("latent_attention")
+    run = kernel(exp=lambda weight, request: weight.masked_fill(weight < least, 0.0))
+    backend = Backend("light", contract.name, lambda *args: run(contract.inputs(*args)), NUMERICS)
+    case = replace(MANY, config=preset("a.x-k2").shard(16), kv_lens=(300, 83))  # whose steps reach 2^-33
+    (verdict,) = judge(backend, case, oracles=("graded",))
+    assert verdict.status == status
+    assert verdict.worst.ratio < 1.0 if status == PASS else verdict.worst.ratio > 50.0
 
 
 def test_a_form_that_the_problem_does_not_have_is_refused():

@@ -14,7 +14,8 @@ exact result and p the exact weights, the shared errors move it by at most
 
     Δ = sqrt(Σ p τ) · sqrt(Σ p τ (v - o)²) / (1 - Σ p τ)         (centring, then Cauchy-Schwarz)
 
-or (Σ p τ |v| + |o| Σ p τ) / (1 - Σ p τ) where that is less, and never out of the convex hull of the values; where Σ p τ ≥ 1/2 the hull is all that is guaranteed.
+or (Σ p τ |v| + |o| Σ p τ) / (1 - Σ p τ) where that is less, and never out of the convex hull of the values;
+where Σ p τ ≥ 1/2 the hull is all that is guaranteed.
 
 What an implementation materialises in a narrow type is known wherever its error does not reach a rounding
 boundary: there the truth goes on from the rounded value, and elsewhere from the interval between the two

@@ -103,6 +103,19 @@ def prepared_mutants(case: Case) -> list[Mutant]:
     return [Mutant(name, case, right, prepare=prepare) for name, prepare in wrong.items()]
 
 
+def asked_mutants(case: Case) -> list[Mutant]:
+    """Edits of what a backend answers; the call itself is right."""
+
+    def right(inputs: Any) -> AttentionOutput:
+        return attend(inputs, {})
+
+    def leaving(_: Case) -> None:
+        """Tensors are made to look at the case, without gradients, and for good."""
+        torch.set_grad_enabled(False)
+
+    return [Mutant("gradients_off_once_asked", case, right, supports=leaving)]
+
+
 def precision_mutants() -> dict[str, tuple[Case, Run]]:
     """Edits of a kernel that rounds its weights to bfloat16."""
     return {

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mla_ref.backend import Prepared
+from mla_ref.backend import Prepared, supports_all
 from mla_ref.case import Case
 from mla_ref.problem import problem
 from mla_ref.values import REGIMES, integers
@@ -153,6 +153,7 @@ def _failing_the_right(mutant: Mutant, case: Case, oracles: Sequence[str]) -> se
         name=f"right.{mutant.name}",
         fn=lambda *given: run(inputs(*given)),
         prepare=mutant.prepare and (lambda given: Prepared(lambda: run(given), lambda output: output)),
+        supports=supports_all,
     )
     return {v.oracle for v in judge(backend, case, oracles=oracles) if v.status != PASS}
 

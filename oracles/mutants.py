@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mla_ref.backend import Backend, Prepared
+from mla_ref.backend import Backend, Prepared, supports_all
 from mla_ref.cache_gather import cache_gather
 from mla_ref.cache_write import cache_write
 from mla_ref.capacity import cache_capacity
@@ -50,7 +50,7 @@ Steps = Mapping[str, Callable[..., Any]]  # where ``attend`` departs from what i
 class Mutant:
     """A wrong implementation of a case's problem, and a case on which it differs from a right one.
 
-    prepare: as a backend's. Where there is one, it is what is wrong, and ``run`` is right.
+    prepare, supports: as a backend's. Where there is one, it is what is wrong, and ``run`` is right.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Mutant:
     run: Run
     numerics: Numerics = Numerics()
     prepare: Callable[[Any], Prepared] | None = None
+    supports: Callable[[Case], str | None] = supports_all
 
     @property
     def backend(self) -> Backend:
@@ -67,7 +68,14 @@ class Mutant:
         def fn(*args: Any) -> Any:
             return self.run(contract.inputs(*args))
 
-        return Backend(f"mutant.{self.name}", contract.name, fn, self.numerics, prepare=self.prepare)
+        return Backend(
+            f"mutant.{self.name}",
+            contract.name,
+            fn,
+            self.numerics,
+            prepare=self.prepare,
+            supports=self.supports,
+        )
 
 
 CONFIG = MLAConfig(
@@ -935,11 +943,11 @@ def _families() -> Iterator[tuple[Numerics, dict[str, tuple[Case, Run]]]]:
 
 def mutants() -> list[Mutant]:
     """Every mutant. Those of ``latent_attention`` and of ``attention`` share their names."""
-    from oracles.engine_mutants import prepared_mutants  # edits of what is defined here
+    from oracles.engine_mutants import asked_mutants, prepared_mutants  # edits of what is defined here
 
     found = [
         Mutant(name, case, run, numerics)
         for numerics, family in _families()
         for name, (case, run) in family.items()
     ]
-    return found + prepared_mutants(LATENT)
+    return found + prepared_mutants(LATENT) + asked_mutants(LATENT)

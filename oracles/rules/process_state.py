@@ -1,7 +1,7 @@
 """What belongs to the whole process.
 
-Claim: a call leaves torch as it found it: default types, flags, precision, gradient mode, threads, the
-    current device, the random streams of the host.
+Claim: a call, and a question to a backend, leaves torch as it found it: default types, flags, precision,
+    gradient mode, threads, the current device, the random streams of the host.
 Why: an engine calls a hundred kernels; one that leaves another default type, turns TF32 on or seeds the
     generator changes what all the others compute, and what is sampled.
 Exact or bounded: exact. The judge looks around every call, and puts back what was changed.
@@ -26,6 +26,7 @@ ORACLE = Oracle(
     kills=(
         "seeds_the_generator",
         "gradients_left_off",
+        "gradients_off_once_asked",
         "tf32_left_on",
         "default_type_left",
     ),

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evals.calibration import FORMATS
+from evals.calibration import DTYPES, FORMATS
 from evals.model import load
 from evals.parity import finite
 from evals.path import AttentionPath
@@ -87,7 +88,8 @@ def held(row: Mapping[str, Any], noise: Mapping[str, Any]) -> list[Line]:
 
 def markdown(record: Mapping[str, Any], noise: Mapping[str, Any]) -> str:
     """How many times its limit each bug's farthest measure is, the faintest bug first, by type and format."""
-    kinds = list(dict.fromkeys(row["kind"] for row in record["rows"]))
+    has = {row["kind"] for row in record["rows"]}
+    kinds = [kind for kind in map("/".join, product(DTYPES, FORMATS)) if kind in has]
     shares: dict[str, dict[str, Line]] = {}
     for row in record["rows"]:
         shares.setdefault(row["name"], {})[row["kind"]] = max(held(row, noise), key=lambda line: line.share)

@@ -19,13 +19,14 @@ HALF_PI = tl.constexpr(1.5707963267948966)
 def _cos_sin(position, quarters, MAGNITUDE: tl.constexpr, wide: tl.constexpr):
     """Cosines and sines [rows, pairs] of positions times quarter turns a position, times a magnitude.
 
-    What remains beyond whole quarters is exact in float64 and rounded to ``wide`` only then, so its relative
+    What remains beyond whole quarters is rounded once in float64 and to ``wide`` only then, so its relative
     error is that type's, wherever the position is. So are those of the two series: the first terms that are
     left out are below half of its roundoff.
     """
-    turned = position.to(tl.float64)[:, None] * quarters[None, :]
-    whole = tl.floor(turned + 0.5)
-    angle = ((turned - whole) * HALF_PI).to(wide)
+    turns = position.to(tl.float64)[:, None]
+    quarters = quarters[None, :]
+    whole = tl.floor(tl.fma(turns, quarters, 0.5))
+    angle = (tl.fma(turns, quarters, -whole) * HALF_PI).to(wide)
     square = angle * angle
     if wide == tl.float64:
         odd = square * (1.0 / 355687428096000.0) - 1.0 / 1307674368000.0
@@ -45,8 +46,8 @@ def _cos_sin(position, quarters, MAGNITUDE: tl.constexpr, wide: tl.constexpr):
     even = even * square - 1.0 / 720.0
     even = even * square + 1.0 / 24.0
     even = even * square - 0.5
-    sin = angle + angle * (square * odd)
-    cos = 1.0 + square * even
+    sin = tl.fma(angle, square * odd, angle)
+    cos = tl.fma(square, even, 1.0)
     quarter = whole.to(tl.int64) & 3
     crossed = (quarter & 1) == 1
     b_cos = tl.where(crossed, sin, cos)
@@ -66,7 +67,8 @@ def _widened(x, wide: tl.constexpr):
 def _turned(p_x, stride, there, cos, sin, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Both channels [rows, heads, pairs] of the pairs of vectors that begin at ``p_x`` [rows, heads], turned.
 
-    Interleaved pairs are loaded side by side, as they lie, and parted in registers.
+    Interleaved pairs are loaded side by side, as they lie, and parted in registers. A sum of two products
+    says which of them is rounded: left to the compiler, that changes with the alignment of the cache.
     """
     wide: tl.constexpr = cos.dtype
     if INTERLEAVED:
@@ -81,7 +83,7 @@ def _turned(p_x, stride, there, cos, sin, R: tl.constexpr, HALF: tl.constexpr, I
         b = _widened(tl.load(p_x[:, :, None] + (pair + R // 2) * stride, mask=real, other=0.0), wide)
     b_cos = cos[:, None, :]
     b_sin = sin[:, None, :]
-    return a * b_cos - b * b_sin, b * b_cos + a * b_sin
+    return tl.fma(a, b_cos, -(b * b_sin)), tl.fma(b, b_cos, a * b_sin)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ CASES = (
     ("cache_write", "fp8_ds_mla_pow2", "float16", 512, 64),
     ("rope_cache_write", "bf16", "bfloat16", 512, 64),
     ("rope_cache_write", "fp8_ds_mla", "bfloat16", 512, 64),
+    ("rope_cache_write", "bf16", "float64", 512, 64),
     ("merge_states", "bf16", "bfloat16", 512, 64),
     ("merge_states", "bf16", "float64", 512, 64),
 )
@@ -52,6 +53,13 @@ def accesses(ptx: str) -> dict[str, dict[int, int]]:
     for kind, count, bits in WIDTH.findall(ptx):
         found[kind][int(count or 1) * int(bits) // 8] += 1
     return {"loads": dict(found["ld"]), "stores": dict(found["st"])}
+
+
+def rounded_either_way(llir: str) -> int:
+    """How many sums are of two products, of which the compiler may keep either one unrounded, or neither."""
+    products = set(re.findall(r"(%\S+) = fmul ", llir))
+    sums = re.findall(r"= (?:fadd|fsub) .*?(%\S+), (%\w+)", llir)
+    return sum({left, right} <= products for left, right in sums)
 
 
 def case_of(name: str, fmt: str, dtype: str, c: int, r: int) -> Case:
@@ -94,6 +102,7 @@ def compile_all(capability: int) -> None:
             for name, kernel in compiled:
                 line = {"capability": capability, "kernel": name, "case": row, "variant": variant}
                 line |= {"shared": kernel.metadata.shared}
+                line |= {"rounded_either_way": rounded_either_way(kernel.asm["llir"])}
                 line |= usage(kernel.asm["cubin"]) | accesses(kernel.asm["ptx"])
                 sys.stdout.write(json.dumps(line) + "\n")
             compiled.clear()

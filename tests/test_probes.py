@@ -3,6 +3,7 @@
 import mmap
 import random
 import re
+import weakref
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -205,6 +206,21 @@ def test_what_there_is_no_memory_for_is_told(monkeypatch):
         r"more than this process may have on cpu",
         verdict.detail,
     )
+
+
+def test_far_memory_is_given_back_before_more_is_asked_for(monkeypatch):
+    mapped, made = mmap.mmap, []
+
+    def watched(*args, **flags):
+        assert not any(memory() for memory in made)
+        memory = mapped(*args, **flags)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr("oracles.rules.index_range.mmap.mmap", watched)
+    (verdict,) = judge(LATENT_BACKEND, LATENT, oracles=["index_range"])
+    assert verdict.status == PASS
+    assert len(made) == 2
 
 
 def test_a_right_call_that_takes_the_whole_pool_is_not_blamed_and_does_not_fill_the_machine():

@@ -14,6 +14,7 @@ Kills: offsets of pages, slots, rows and states in 32 bits, numbers of blocks in
 
 import mmap
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -45,23 +46,12 @@ def check(trial: Trial) -> Finding:
     """Run over the same pages, far in, and over the same rows, far apart."""
     findings = []
     for what, move in (("pages", _far_pages), ("rows", _far_rows)):
-        private = private_copy(trial.inputs)
-        try:
-            moved = move(private)
-        except MemoryError as error:
-            findings.append(nothing(f"not judged with {what} this far apart: {error}"))
+        finding = _moved(trial, what, move)
+        if torch.device(trial.device).type == "cuda":
+            # Whatever comes next would be cut from what is free now, and none of it could be given back.
+            torch.cuda.empty_cache()
+        if finding is None:
             continue
-        if moved is None:
-            continue
-        try:
-            with refused_beyond(OF_A_CALL) if trial.device == "cpu" else nullcontext():
-                output = trial.call(moved)
-        except Raised as error:
-            if not ran_out(error.__cause__):
-                raise
-            findings.append(nothing(f"not judged with {what} this far apart: no memory in the call: {error}"))
-            continue
-        finding = _as_before(trial, output, moved, what)
         if not finding.ok:
             return finding
         findings.append(finding)
@@ -70,6 +60,24 @@ def check(trial: Trial) -> Finding:
     if spoken and left_out:
         return replace(spoken[0], detail=left_out[0].detail)
     return (spoken or left_out or [nothing("nothing has two rows")])[0]
+
+
+def _moved(trial: Trial, what: str, move: Callable[[Any], Any]) -> Finding | None:
+    """What a call says of moved inputs, which are gone when it is known; None if nothing can be moved."""
+    try:
+        moved = move(private_copy(trial.inputs))
+    except MemoryError as error:
+        return nothing(f"not judged with {what} this far apart: {error}")
+    if moved is None:
+        return None
+    try:
+        with refused_beyond(OF_A_CALL) if trial.device == "cpu" else nullcontext():
+            output = trial.call(moved)
+    except Raised as error:
+        if not ran_out(error.__cause__):
+            raise
+        return nothing(f"not judged with {what} this far apart: no memory in the call: {error}")
+    return _as_before(trial, output, moved, what)
 
 
 def _as_before(trial: Trial, output: Any, moved: Any, where: str) -> Finding:

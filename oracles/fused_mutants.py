@@ -67,6 +67,11 @@ def fused_mutants() -> dict[str, tuple[Case, Run]]:
         """The caller had rotated them, or believed that he should."""
         return rotated(keys[:, None], inputs.positions, inputs.rope)[:, 0]
 
+    def wrapped(slots: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """An index of -1 is the last slot of the pool."""
+        num_blocks, block_size = inputs.kv_cache.shape[:2]
+        return slots % (num_blocks * block_size)
+
     def half_split(turned: torch.Tensor, inputs: Any) -> torch.Tensor:
         return rotated(inputs.q_pe, inputs.positions, replace(inputs.rope, interleaved=False))
 
@@ -159,6 +164,7 @@ def fused_mutants() -> dict[str, tuple[Case, Run]]:
         "fused_rounded_before_quantising": (FUSED_PER_TENSOR, fused(rotated=rounded)),
         "fused_keys_unscaled": (FUSED_PER_TENSOR, fused(entries=unscaled)),
         "fused_keys_by_the_stride_of_a_head": (FUSED, fused(keys=by_a_heads_stride)),
+        "fused_padding_written": (FUSED, fused(slots=wrapped)),
         "fused_query_offset_in_32_bits": (FUSED, fused(queries=far_queries)),
         "fused_queries_beyond_a_grid": (FUSED, fused(turned=within_a_grid)),
     }

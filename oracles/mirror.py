@@ -50,14 +50,6 @@ class Mirror:
             self._given.append(twins)
         return seen_as(tensor, twins.there)
 
-    def why_not_there(self, output: Any, inputs: Any) -> str | None:
-        """Which field of an output is not on the device, where some input was, or None."""
-        if any(isinstance(x, torch.Tensor) for x in inputs):
-            for name, x in output._asdict().items():
-                if x.device != self.device:
-                    return f"{name}: is on {x.device}, must be on {self.device}"
-        return None
-
     def back(self, output: Any) -> Any:
         """The output here, and what the call did to what it was given and to what the last one returned.
 

@@ -127,7 +127,10 @@ def test_a_value_that_is_baked_in_is_that_of_the_step_before(monkeypatch):
     ("prepare", "told"),
     [
         (lambda inputs: 1 / 0, "prepare raised ZeroDivisionError: division by zero"),
-        (lambda inputs: Prepared(lambda: 1 / 0, lambda output: output), "prepare raised ZeroDivisionError"),
+        (
+            lambda inputs: Prepared(lambda: 1 / 0, lambda output: output),
+            "what is prepared raised ZeroDivisionError",
+        ),
     ],
 )
 def test_what_a_plan_raises_is_the_backends(prepare, told):

@@ -100,6 +100,24 @@ def test_arithmetic_in_the_models_type_is_a_declaration(declared: Numerics, stat
     assert verdict.status == status
 
 
+@pytest.mark.parametrize(("left_out", "where"), [("store", "kv_cache"), ("queries", "q_pe")])
+def test_what_a_later_run_leaves_out_is_seen(left_out: str, where: str) -> None:
+    """Though the cache holds what an earlier run has stored, and freed memory the queries it returned."""
+    calls = []
+
+    def fn(*args):
+        given = RopeCacheWriteInputs(*args)
+        calls.append(given)
+        if len(calls) > 2 and left_out == "store":
+            return rope_cache_write(*given._replace(slot_mapping=torch.full_like(given.slot_mapping, -1)))
+        output = rope_cache_write(*given)
+        return output._replace(q_pe=torch.empty_like(given.q_pe)) if len(calls) > 2 else output
+
+    (verdict,) = judge(replace(BACKEND, fn=fn), FUSED, oracles=["repeat"])
+    assert verdict.status == FAIL
+    assert where in verdict.detail
+
+
 def test_keys_beyond_the_largest_float16_saturate(seed: int) -> None:
     """Turned they are infinite in float16, stored as the largest number; in float32 they are not."""
     case = replace(FUSED, dtype="float16", cache_format="bf16", seed=seed)

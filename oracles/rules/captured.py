@@ -56,11 +56,11 @@ def _prepared(trial: Trial) -> tuple[list[Finding], str]:
     prepare, memory = trial.backend.prepare, private_copy(trial.inputs)
     if prepare is None:
         return [], "the backend prepares nothing"
-    prepared = _theirs(trial, lambda: prepare(memory))
+    prepared = _theirs(trial, "prepare", lambda: prepare(memory))
     findings = []
     for number in range(RUNS):
-        result = _theirs(trial, prepared.run)
-        output = _theirs(trial, partial(prepared.finish, result))
+        result = _theirs(trial, "what is prepared", prepared.run)
+        output = _theirs(trial, "finish", partial(prepared.finish, result))
         findings.append(_judged(trial, trial.inputs, output, memory, f"prepared, run {number + 1}"))
         if not findings[-1].ok:
             return findings, ""
@@ -70,7 +70,7 @@ def _prepared(trial: Trial) -> tuple[list[Finding], str]:
         return findings, graph if graph == NO_GPU else f"what is prepared: {graph}"
     _clear(graph.result, memory)
     _blamed("a replay", graph.replay)
-    output = _theirs(trial, lambda: prepared.finish(graph.result))
+    output = _theirs(trial, "finish", lambda: prepared.finish(graph.result))
     what = "prepared, and replayed from a graph"
     return [*findings, _judged(trial, trial.inputs, output, memory, what)], ""
 
@@ -95,11 +95,11 @@ def _judged(trial: Trial, inputs: Any, output: Any, memory: Any, what: str) -> F
     return rejudged(trial, inputs, trial.problem.output(*output), memory, trial.run(inputs), what)
 
 
-def _theirs(trial: Trial, do: Callable[[], Any]) -> Any:
+def _theirs(trial: Trial, what: str, do: Callable[[], Any]) -> Any:
     """What a part of a prepared call returns; the process is afterwards as it was. Raises: Raised."""
     foul(trial.expected(), trial.device)
     with kept(trial.disturbed):
-        return _blamed("prepare", lambda: _done(do(), trial.device))
+        return _blamed(what, lambda: _done(do(), trial.device))
 
 
 def _done(result: Any, device: str) -> Any:

@@ -85,5 +85,6 @@ ORACLE = Oracle(
         "fused_quantised_before_rotation",
         "fused_rounded_before_quantising",
         "fused_keys_unscaled",
+        "fused_padding_written",
     ),
 )

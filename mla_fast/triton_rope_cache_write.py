@@ -2,8 +2,8 @@
 
 Contract: every cache format and input type, both pairings, YaRN, any strides of the inputs, any strides, gaps
 and offsets of the pool, any block size; aligned scales where each tile has its own. Slots and positions are
-64-bit and stay on the device, so the launch can be captured in a CUDA graph. Nothing but the slots named is
-written.
+64-bit and stay on the device, so the launch can be captured in a CUDA graph, after a first call with its
+configuration. Nothing but the slots named is written.
 
 An angle is a product in float64, of which only what exceeds a whole number of quarter turns is rounded to
 float32: it is as exact at position 1,000,000 as at 1, without a table. Keys are quantised from what was
@@ -30,7 +30,7 @@ from mla_ref.problem import implements
 from mla_ref.problems.rope_cache_write import PROBLEM, RopeCacheWriteOutput
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # a captured launch keeps no more than the address
 def quarter_turns(rope: RopeConfig, r: int, device: torch.device) -> torch.Tensor:
     """Quarter turns per position of each pair, [r/2] float64."""
     return (inv_freq(rope, r) * (2.0 / math.pi)).to(device)

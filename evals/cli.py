@@ -290,7 +290,9 @@ def rejudge(
     with _refusing("rejudge"):
         folder = _checkpoint(checkpoint)
         was = _read(record_file)
-        record = surveys.again(was, folder)
+        record = surveys.again(
+            was, folder
+        )  # and refuses a file that is no record before anything is measured
         if measure:
             found = surveys.remeasured(was, folder, device=_device(device), jobs=jobs)
             record = surveys.again(found, folder)

@@ -12,7 +12,7 @@ from evals.statistics import Decision, Paired, decide, stderr
 from oracles.exits import printable
 
 DECIDES = "flexible-extract"
-ABSENT = "nothing"
+ABSENT = object()  # equal to nothing that a file may hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,8 @@ def _parting(a: Any, b: Any) -> tuple[str, Any, Any]:
 
 
 def _short(value: Any) -> str:
+    if value is ABSENT:
+        return "nothing"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 120 else f"{text[:117]}…"
 

@@ -244,17 +244,23 @@ def remeasured(
     ``again`` does that. jobs, seconds: as of ``survey``.
     """
     command = _trials(folder, 0, device, record["model_dtype"], record["margin"])
+    children: list[subprocess.Popen[str]] = []
 
     def anew(row: dict[str, Any]) -> dict[str, Any]:
         if "outcome" not in row:
             return row
-        ended, found = _printed([*command, "--path", row["path"]], seconds, [])
+        ended, found = _printed([*command, "--path", row["path"]], seconds, children)
         if found is None:
             return {"name": row["name"]} | ended
         return row | {key: found[key] for key in ("lines", "place")}
 
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         rows = [*pool.map(anew, record["paths"])]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.kill()
     return {**record, "measured": here(device), "paths": rows}
 
 

@@ -128,7 +128,9 @@ def _is_noise(noise: Any) -> bool:
     """Whether it has every part that a trial reads, each of its kind."""
     try:
         measured = {(kind, name): noise["noise"][kind][name] for kind in noise["noise"] for name in MEASURES}
-        turned = {(kind, name): noise["turned"][kind][name] for kind in noise["turned"] for name in TURNED}
+        lossy = [kind for kind in noise["noise"] if kind.startswith("float32/") and kind != "float32/fp32"]
+        kinds = {*lossy, *noise["turned"]}
+        turned = {(kind, name): noise["turned"][kind][name] for kind in kinds for name in TURNED}
         cost = {(kind, name): noise["cost"][kind][name] for kind in noise["noise"] for name in COSTS}
         words = [noise["sha256"], noise["model_dtype"], *noise["noise"]]
         numbers = [noise["kv_scale"], *measured.values(), *turned.values(), *cost.values()]

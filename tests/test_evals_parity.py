@@ -150,6 +150,10 @@ def _swap_question(results: dict, samples: list[dict]) -> None:
         (_set("config", "fewshot_seed", value=7), "few-shot seed: 1234 in the baseline, 7 in the candidate"),
         (_set("configs", "gsm8k", "generation_kwargs", value={"until": []}), "generation settings"),
         (_set("configs", "gsm8k", "filter_list", value=[]), "filters[0]: "),
+        (
+            _set("configs", "gsm8k", "generation_kwargs", "nothing", value="nothing"),
+            "generation settings.nothing: ",
+        ),
         (_set("chat_template_sha", value="abc"), "chat template: null in the baseline, abc in the candidate"),
         (_sample(3, prompt_hash="other"), "prompts: 1 of 600 differ, first that of question 3"),
         (_sample(4, doc_hash="other"), "questions: 1 of 600 differ, first that of question 4"),

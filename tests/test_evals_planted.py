@@ -224,6 +224,7 @@ KIND = "float32/fp32"
         lambda noise: noise | {"noise": noise["noise"] | {"float32": noise["noise"][KIND]}},
         lambda noise: noise | {"noise": None},
         lambda noise: noise | {"turned": noise["turned"] | {"float32/bf16": {"mean_kl": 0.0}}},
+        lambda noise: noise | {"turned": {}},
         lambda noise: noise | {"turned": noise["turned"] | {"float32/bf16": dict.fromkeys(TURNED, -1.0)}},
         lambda noise: noise | {"sha256": None},
         *(lambda noise, gone=gone: {key: noise[key] for key in noise if key != gone} for gone in PARTS),

@@ -70,7 +70,7 @@ def fused_mutants() -> dict[str, tuple[Case, Run]]:
     def wrapped(slots: torch.Tensor, inputs: Any) -> torch.Tensor:
         """An index of -1 is the last slot of the pool."""
         num_blocks, block_size = inputs.kv_cache.shape[:2]
-        return slots % (num_blocks * block_size)
+        return slots.remainder(num_blocks * block_size)
 
     def half_split(turned: torch.Tensor, inputs: Any) -> torch.Tensor:
         return rotated(inputs.q_pe, inputs.positions, replace(inputs.rope, interleaved=False))

@@ -26,7 +26,7 @@ from oracles.matrix import Job, jobs_of, jobs_on, load, stage_of, trials
 from oracles.narrow import Dealing
 from oracles.pool import described, judge_all
 from oracles.shrink import smallest
-from oracles.verdict import BROKEN, ERROR, FAIL, NOT_RUN, UNAVAILABLE, Verdict
+from oracles.verdict import BROKEN, ERROR, FAIL, HELD, UNAVAILABLE, Verdict
 from oracles.verify import use_device
 from oracles.worker import Limits
 
@@ -177,9 +177,13 @@ def outcome_of(claim: Claim, of_stage: Sequence[Verdict]) -> Outcome:
         small = claim.stage == DRAWN
         lines = _failures(verdicts, claim.selection if small else None)
         return Outcome(failed="\n".join(map(printable, lines)))
-    if any(verdict.status not in NOT_RUN for verdict in verdicts):
+    if any(verdict.claims for verdict in verdicts):
         return Outcome()
-    why = printable("; ".join(reasons(verdicts))) or "not tried: its process had ended under another claim"
+    silent = dict.fromkeys(verdict.detail for verdict in verdicts if verdict.status in HELD)
+    why = (
+        printable("; ".join([*reasons(verdicts), *silent]))
+        or "not tried: its process had ended under another claim"
+    )
     if claim.selection.require and any(verdict.status == UNAVAILABLE for verdict in verdicts):
         return Outcome(failed=f"required, but it did not run: {why}")
     return Outcome(skipped=why)

@@ -132,6 +132,15 @@ def test_a_marked_function_does_not_run_where_the_claim_broke(project):
     assert result.stdout.str().count("\nFAIL my_kernel:WRONG default value\n") == 4
 
 
+def test_a_claim_that_says_nothing_of_its_cases_is_a_skip_with_its_reason(project):
+    words = [word for word in SMALL if "oracle" not in word]
+    result = run(
+        project, "--mla-backend=my_kernel:RIGHT", *words, "--mla-oracle=captured", "-k", "decode", "-rs"
+    )
+    result.assert_outcomes(skipped=1, deselected=3)
+    result.stdout.fnmatch_lines(["*the backend prepares nothing*"])
+
+
 def test_unsupported_is_a_skip_with_its_reason_and_nothing_else_a_failure(project):
     project.makepyfile(test_it="def test_own(): pass")
     result = run(project, "-rs", "--mla-backend=my_kernel:GPU", *SMALL)

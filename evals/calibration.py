@@ -11,7 +11,7 @@ import torch
 
 from evals.model import Model, load
 from evals.path import Attention, AttentionPath, attention_of
-from evals.tiers import Divergence, Text, defined, divergence, forced_logits, reference_logits, shadow
+from evals.tiers import Divergence, Text, divergence, forced_logits, reference_logits, references, shadow
 from evals.trial import COSTS, FACTORS, MEASURES, NOISE, TURNED, digest, texts_of
 from mla_ref.formats._e4m3 import E4M3_MAX
 from mla_ref.layer import layer_around
@@ -90,9 +90,10 @@ def calibrate(
     """
     model, texts = load(folder, device, getattr(torch, model_dtype)), texts_of(folder)
     scale = fp8_scale(model, texts)
+    reference = references(model, texts)
     found: dict[str, dict[str, Any]] = {"noise": {}, "turned": {}, "cost": {}}
     for kind in product(DTYPES, FORMATS):
-        for part, values in measured(model, texts, scale, *kind, report).items():
+        for part, values in measured(model, texts, reference, scale, *kind, report).items():
             found[part]["/".join(kind)] = values
     stored = {"sha256": digest(folder), "model_dtype": model_dtype, "kv_scale": scale, **found}
     write_whole(folder / NOISE, json.dumps(stored, indent=2) + "\n")
@@ -100,20 +101,27 @@ def calibrate(
 
 
 def measured(
-    model: Model, texts: Sequence[Text], scale: float, dtype: str, fmt: str, report: Callable[[str], None]
+    model: Model,
+    texts: Sequence[Text],
+    reference: Callable[[AttentionPath], list[torch.Tensor]],
+    scale: float,
+    dtype: str,
+    fmt: str,
+    report: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
-    """The noise of right paths of a type over a format, its cost, and what codes that are turned come to."""
+    """The noise of right paths of a type over a format, its cost, and what codes that are turned come to.
+
+    reference: that of any path over these texts, as ``references`` makes it.
+    """
     over = AttentionPath(cache_format=fmt, kv_scale=scale)
-    plain, references = reference_logits(model, AttentionPath(), texts), {}
+    plain = reference(AttentionPath())
     noise = dict.fromkeys(MEASURES, 0.0)
     cost = dict.fromkeys(COSTS, 0.0)
-    cost = _larger(cost, divergence(plain, reference_logits(model, over, texts))._asdict())
+    cost = _larger(cost, divergence(plain, reference(over))._asdict())
     for path, attention in _right(model, replace(over, dtype=dtype), report):
-        if (same := defined(path)) not in references:
-            references[same] = reference_logits(model, path, texts)
         seen = shadow(model, path, attention, texts)
         logits = forced_logits(model, layer_around(attention), path, texts)
-        noise = _larger(noise, seen._asdict() | divergence(references[same], logits)._asdict())
+        noise = _larger(noise, seen._asdict() | divergence(reference(path), logits)._asdict())
         cost = _larger(cost, divergence(plain, logits)._asdict())
     found = {"noise": noise, "cost": cost}
     if dtype == AttentionPath.dtype and fmt != AttentionPath.cache_format:

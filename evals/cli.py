@@ -290,9 +290,8 @@ def rejudge(
     with _refusing("rejudge"):
         folder = _checkpoint(checkpoint)
         was = _read(record_file)
-        record = surveys.again(
-            was, folder
-        )  # and refuses a file that is no record before anything is measured
+        # Refuses a file that is no record, before anything is measured.
+        record = surveys.again(was, folder)
         if measure:
             found = surveys.remeasured(was, folder, device=_device(device), jobs=jobs)
             record = surveys.again(found, folder)

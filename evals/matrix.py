@@ -8,11 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from evals.model import Model, greedy, load
 from evals.path import AttentionPath, attention_of
-from evals.tiers import Text, defined, divergence, forced_logits, reference_logits
+from evals.tiers import Text, divergence, forced_logits, references
 from evals.train.examination import strict_match
 from evals.train.tokenizer import Encoder
 from evals.trial import measured_noise, texts_of
@@ -108,9 +106,9 @@ def cells(folder: Path, asked: Sequence[AttentionPath], each: int) -> Iterator[C
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stop = Encoder(tokenizer)("Question:")[0]
     plain = AttentionPath()
-    wide = reference_logits(model, plain, texts)
+    reference = references(model, texts)
+    wide = reference(plain)
     written, _ = _answers(model, plain, texts, stop)
-    same: dict[AttentionPath, list[torch.Tensor]] = {}
     for choice in asked:
         path = replace(choice, kv_scale=scale if choice.cache_format == "fp8_e4m3" else 1.0)
         try:
@@ -118,8 +116,6 @@ def cells(folder: Path, asked: Sequence[AttentionPath], each: int) -> Iterator[C
         except ValueError as error:
             yield Cell(path, reason=str(error).removeprefix("path: "))
             continue
-        if (reference := defined(path)) not in same:
-            same[reference] = reference_logits(model, path, texts)
         got = forced_logits(model, layer, path, texts)
         answers, seconds = _answers(model, path, texts, stop)
         right = [strict_match(tokenizer, a, text.answer) for a, text in zip(answers, texts, strict=True)]
@@ -129,7 +125,7 @@ def cells(folder: Path, asked: Sequence[AttentionPath], each: int) -> Iterator[C
             path=path,
             right=sum(right) / len(right),
             equal=sum(equal) / len(equal),
-            kl=divergence(same[reference], got).mean_kl,
+            kl=divergence(reference(path), got).mean_kl,
             cost=apart.mean_kl,
             top1=apart.top1,
             seconds=seconds,

@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from evals.calibration import DTYPES, FORMATS
 from evals.model import load
 from evals.parity import finite
 from evals.path import AttentionPath
 from evals.planted import Planted, bugs, in_16_bits
+from evals.spawned import spawned
 from evals.survey import here
 from evals.tiers import reference_logits
 from evals.trial import Line, limits, lines_of, measure, measured_noise, texts_of
@@ -46,13 +43,8 @@ def reaches(folder: Path, device: str = "cpu", jobs: int = 1) -> Iterator[dict[s
     """
     names = planted(measured_noise(folder)["kv_scale"])
     find = partial(_find, folder, device)
-    if jobs == 1:
-        for name in names:
-            yield from find(name)
-        return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for rows in pool.map(find, names):
-            yield from rows
+    for rows in spawned(jobs, find, names):
+        yield from rows
 
 
 def _find(folder: Path, device: str, name: str) -> list[dict[str, Any]]:

@@ -2,18 +2,15 @@
 
 import importlib.metadata
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from evals.model import load
 from evals.parity import compare
 from evals.path import AttentionPath
 from evals.planted import bugs, right
+from evals.spawned import spawned
 from evals.statistics import FAIL, INCONCLUSIVE, PASS
 from evals.tiers import reference_logits
 from evals.trial import MARGIN, answers_of, limits, lines_of, measure, measured_noise, texts_of
@@ -49,12 +46,7 @@ def sights(folder: Path, questions: int, out: Path, jobs: int = 1, device: str =
     planted = [(each, False) for each in right(scale)] + [(each, True) for each in bugs(scale)]
     answers_of(folder, AttentionPath(), questions, out, device)
     see = partial(_see, folder, questions, out, device)
-    if jobs == 1:
-        yield from (see(name.name, wrong) for name, wrong in planted)
-        return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        futures = [pool.submit(see, each.name, wrong) for each, wrong in planted]
-        yield from (future.result() for future in futures)
+    yield from spawned(jobs, see, [each.name for each, _ in planted], [wrong for _, wrong in planted])
 
 
 def _see(folder: Path, questions: int, out: Path, device: str, name: str, wrong: bool) -> Sight:

@@ -4,6 +4,7 @@ Each path is on trial in a process of its own, so that one that hangs, crashes o
 other its result. The record is written anew as each of them ends.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -104,13 +105,20 @@ def survey(
         return about | {"seconds": round(time.monotonic() - begun, 1), "paths": [*rows.values()]}
 
     yield record()
-    with ThreadPoolExecutor(jobs) as pool:
+    with _ending(children, jobs) as pool:
         order = sorted(paths, key=lambda name: name != REFERENCE)
         running = {pool.submit(ended, name): name for name in order}
+        for future in as_completed(running):
+            rows[running[future]] = future.result()
+            yield record()
+
+
+@contextlib.contextmanager
+def _ending(children: Sequence[subprocess.Popen[str]], jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that wait for children; however they are left, nothing more is begun and no child goes on."""
+    with ThreadPoolExecutor(jobs) as pool:
         try:
-            for future in as_completed(running):
-                rows[running[future]] = future.result()
-                yield record()
+            yield pool
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in children:
@@ -254,13 +262,8 @@ def remeasured(
             return {"name": row["name"]} | ended
         return row | {key: found[key] for key in ("lines", "place")}
 
-    pool = ThreadPoolExecutor(jobs)
-    try:
+    with _ending(children, jobs) as pool:
         rows = [*pool.map(anew, record["paths"])]
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in children:
-            child.kill()
     return {**record, "measured": here(device), "paths": rows}
 
 

@@ -6,6 +6,7 @@ Tier 2, teacher-forced: reference and candidate each serve the same prompts and 
 same steps.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -115,6 +116,12 @@ def reference_logits(model: Model, path: AttentionPath, texts: Sequence[Text]) -
     """Tier 2's other side: what ``defined`` makes of the same texts."""
     plain = defined(path)
     return forced_logits(model, layer_of(plain, model.config), plain, texts)
+
+
+def references(model: Model, texts: Sequence[Text]) -> Callable[[AttentionPath], list[torch.Tensor]]:
+    """``reference_logits`` of any path, made once for all that ``defined`` makes the same."""
+    of = functools.cache(lambda same: reference_logits(model, same, texts))
+    return lambda path: of(defined(path))
 
 
 def _kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ known to be a multiple of 16 bytes is one for every type.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,6 +114,17 @@ def channels(c: int, r: int, scaling: str) -> Channels:
     """Tiles as they are stored, or one as wide as the latent."""
     tile = TILE if scaling == "tile" else _power_of_two(c)
     return Channels(c, r, _power_of_two(-(-c // tile)), tile, _power_of_two(r))
+
+
+def constants(widths: Channels, scaling: Scaling, block_size: int, native: bool) -> dict[str, Any]:
+    """What a kernel that stores entries is compiled for. native: use instructions for e4m3."""
+    return widths._asdict() | {
+        "BLOCK_SIZE": block_size,
+        "SCALING": scaling.kind,
+        "FLOOR": scaling.floor,
+        "POW2": scaling.pow2,
+        "NATIVE": native,
+    }
 
 
 def _power_of_two(count: int) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mla_fast._split_keys import launching, requires
-from mla_fast._stored_entries import SCALINGS, channels, converts_e4m3, entries, supports
+from mla_fast._stored_entries import SCALINGS, channels, constants, converts_e4m3, entries, supports
 from mla_ref.backend import Backend
 from mla_ref.formats import CacheFormat
 from mla_ref.numerics import Numerics
@@ -64,6 +64,7 @@ def _implementation(native: bool | None) -> Callable[..., CacheWriteOutput]:
         widths = channels(c, r, scaling.kind)
         tile = TILES[scaling.kind] if kv_c.device.type == "cuda" else INTERPRETED
         rows = max(1, tile.elements // (widths.TILES * widths.TILE))
+        by_instruction = converts_e4m3(kv_c.device) if native is None else native
         with launching(kv_c.device):
             _cache_write_kernel[(-(-num_tokens // rows),)](
                 kv_c,
@@ -78,12 +79,7 @@ def _implementation(native: bool | None) -> Callable[..., CacheWriteOutput]:
                 parts.slot_bytes,
                 *kv_c.stride(),
                 *k_pe.stride(),
-                **widths._asdict(),
-                BLOCK_SIZE=kv_cache.shape[1],
-                SCALING=scaling.kind,
-                FLOOR=scaling.floor,
-                POW2=scaling.pow2,
-                NATIVE=converts_e4m3(kv_c.device) if native is None else native,
+                **constants(widths, scaling, kv_cache.shape[1], by_instruction),
                 ROWS=rows,
                 num_warps=tile.warps,
             )

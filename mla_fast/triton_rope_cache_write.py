@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from mla_fast._split_keys import launching, requires
-from mla_fast._stored_entries import SCALINGS, channels, converts_e4m3, entries, supports
+from mla_fast._stored_entries import SCALINGS, channels, constants, converts_e4m3, entries, supports
 from mla_fast.triton_cache_write import BACKEND as WITHOUT_ROTATION
 from mla_fast.triton_cache_write import INTERPRETED, TILES
 from mla_ref.backend import Backend
@@ -77,6 +77,7 @@ def _implementation(native: bool | None) -> Callable[..., RopeCacheWriteOutput]:
         tile = TILES[scaling.kind] if q_pe.device.type == "cuda" else INTERPRETED
         rows = max(1, tile.elements // (widths.TILES * widths.TILE))
         heads = max(1, min(tile.elements // (rows * widths.R_PADDED), 1 << (num_heads - 1).bit_length()))
+        by_instruction = converts_e4m3(q_pe.device) if native is None else native
         with launching(q_pe.device):
             _rope_cache_write_kernel[(-(-num_tokens // rows), 1 + -(-num_heads // heads))](
                 q_pe,
@@ -100,12 +101,7 @@ def _implementation(native: bool | None) -> Callable[..., RopeCacheWriteOutput]:
                 HEADS=heads,
                 MAGNITUDE=rope.table_scale,
                 INTERLEAVED=rope.interleaved,
-                **widths._asdict(),
-                BLOCK_SIZE=kv_cache.shape[1],
-                SCALING=scaling.kind,
-                FLOOR=scaling.floor,
-                POW2=scaling.pow2,
-                NATIVE=converts_e4m3(q_pe.device) if native is None else native,
+                **constants(widths, scaling, kv_cache.shape[1], by_instruction),
                 ROWS=rows,
                 num_warps=tile.warps,
             )

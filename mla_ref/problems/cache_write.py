@@ -73,14 +73,13 @@ def check(inputs: CacheWriteInputs) -> None:
 
 
 def check_values(inputs: CacheWriteInputs) -> None:
-    """Raises: ValueError on a slot outside the cache, and on two tokens for one slot."""
-    check_slots(inputs.slot_mapping, inputs.kv_cache, inputs.cache_format, inputs.kv_scale)
-
-
-def check_slots(
-    slot_mapping: torch.Tensor, kv_cache: torch.Tensor, cache_format: CacheFormat, kv_scale: torch.Tensor
-) -> None:
     """Raises: ValueError on a slot outside the cache, two tokens for one slot, and a scale of no use."""
+    check_slots(inputs.slot_mapping, inputs.kv_cache)
+    check_scale(inputs.cache_format, inputs.kv_scale)
+
+
+def check_slots(slot_mapping: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    """Raises: ValueError on a slot outside the cache, and on two tokens for one slot."""
     num_slots = kv_cache.shape[0] * kv_cache.shape[1]
     writer: dict[int, int] = {}
     for i, slot in enumerate(slot_mapping.tolist()):
@@ -88,7 +87,6 @@ def check_slots(
             raise ValueError(f"slot_mapping[{i}]: is {slot}, but kv_cache has {num_slots} slots")
         if slot >= 0 and writer.setdefault(slot, i) != i:
             raise ValueError(f"slot_mapping[{i}]: is {slot}, as is slot_mapping[{writer[slot]}]")
-    check_scale(cache_format, kv_scale)
 
 
 def materialize(case: Case, device: torch.device) -> CacheWriteInputs:

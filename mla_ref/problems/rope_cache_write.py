@@ -22,7 +22,7 @@ from mla_ref.config import RopeConfig
 from mla_ref.formats import CacheFormat
 from mla_ref.problem import Problem, bind_shapes
 from mla_ref.problems import cache_write, rope
-from mla_ref.problems._paged import QUERY_DTYPES, check_cache, check_device, check_dtype
+from mla_ref.problems._paged import QUERY_DTYPES, check_cache, check_device, check_dtype, check_scale
 
 
 class RopeCacheWriteInputs(NamedTuple):
@@ -90,9 +90,10 @@ def check(inputs: RopeCacheWriteInputs) -> None:
 
 
 def check_values(inputs: RopeCacheWriteInputs) -> None:
-    """Raises: ValueError on a negative position, a slot outside the cache, and two tokens for one slot."""
+    """Raises: ValueError on a negative position, and on what ``cache_write`` refuses."""
     rope.check_positions(inputs.positions)
-    cache_write.check_slots(inputs.slot_mapping, inputs.kv_cache, inputs.cache_format, inputs.kv_scale)
+    cache_write.check_slots(inputs.slot_mapping, inputs.kv_cache)
+    check_scale(inputs.cache_format, inputs.kv_scale)
 
 
 def materialize(case: Case, device: torch.device) -> RopeCacheWriteInputs:

@@ -176,11 +176,10 @@ def run(
                 _empty(lines)
         try:
             verdicts = _judged(todo, min(workers, max(len(todo), 1)), limits, known, journal, lines)
-        except (
-            Exception
-        ) as error:  # what was judged until then is told, unless a file that was named is wrong
-            if isinstance(error, OSError) and error.filename:
+        except Exception as error:
+            if isinstance(error, OSError) and error.filename:  # a file that was named is wrong: one line
                 raise
+            # Ours: what was judged until then is told all the same.
             judged_yet = [verdict for number in sorted(known) for verdict in known[number]]
             if judged_yet:
                 to_stdout().print(summary(judged_yet, by))

@@ -110,11 +110,18 @@ def why_not_comparable(name: str, got: object, want: torch.Tensor, dtype: torch.
         return f"{name}: dtype is {_plain(got.dtype)}, must be {_plain(dtype)}"
     if got.shape != want.shape:
         return f"{name}: shape is {list(got.shape)}, must be {list(want.shape)}"
-    if got.layout != torch.strided:
-        return f"{name}: layout is {_plain(got.layout)}, must be strided"
+    if reason := why_not_strided(name, got):
+        return reason
     if got.device != want.device:
         return f"{name}: is on {got.device}, must be on {want.device}"
     return None
+
+
+def why_not_strided(name: str, tensor: torch.Tensor) -> str | None:
+    """What a tensor is that has no strides, or None."""
+    if tensor.layout == torch.strided:
+        return None
+    return f"{name}: layout is {_plain(tensor.layout)}, must be strided"
 
 
 def _plain(what: torch.dtype | torch.layout) -> str:

@@ -18,7 +18,7 @@ from mla_ref.case import Case
 from mla_ref.problem import Problem, problem
 from oracles.asked import declined, missing
 from oracles.bounds import ADMISSIBLE, Admissible
-from oracles.compare import why_not_comparable
+from oracles.compare import why_not_comparable, why_not_strided
 from oracles.exits import first_line
 from oracles.mirror import Mirror
 from oracles.misreading import misread
@@ -425,8 +425,8 @@ def _why_misplaced(contract: Problem, output: Any, given: Any) -> str | None:
     devices = {x.device for x in named_tensors(given).values()}
     for name, letters in contract.output_shapes.items():
         tensor, axes = getattr(output, name), letters.split()
-        if tensor.layout != torch.strided:
-            return f"{name}: layout is {str(tensor.layout).removeprefix('torch.')}, must be strided"
+        if reason := why_not_strided(name, tensor):
+            return reason
         if set(axes) <= set(sizes) and list(tensor.shape) != (want := [sizes[axis] for axis in axes]):
             return f"{name}: shape is {list(tensor.shape)}, must be {want}"
         if devices and tensor.device not in devices:

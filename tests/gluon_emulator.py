@@ -1,9 +1,10 @@
 """Runs the source of Gluon and Triton kernels on the CPU: a kernel module's functions over numpy stand-ins.
 
 One thread a partition of a warp-specialised kernel. Everything asynchronous happens as late as the program
-allows: a copy lands when somebody waits for its barrier, a matrix product is computed when somebody waits for
-it. Shared memory starts as NaN, and a buffer becomes NaN when a copy into it starts. Reading too early
-therefore shows in the result. Not modelled: memory order, proxies, layouts, the text of inline assembly.
+allows: a copy lands when somebody waits for its barrier or arrives for the next phase, a matrix product is
+computed when somebody waits for it. Shared memory starts as NaN, and a buffer becomes NaN when a copy into it
+starts. Reading too early therefore shows in the result. Not modelled: memory order, proxies, layouts, the text
+of inline assembly.
 """
 
 import importlib.util
@@ -269,8 +270,16 @@ class Barrier:
             self.phase, self.pending = self.phase + 1, self.count
         CREW.changed.notify_all()
 
+    def _land(self):
+        for copy in self.copies:
+            self.bytes -= copy()
+        self.copies.clear()
+        self._check()
+
     def arrive(self, count, expected=0):
         with CREW.changed:
+            if self.copies and self.pending < count:  # nobody has waited for this phase, and yet it is over
+                self._land()
             self.bytes += expected
             self.pending -= count
             assert self.pending >= 0, "more arrivals than the barrier's count"
@@ -287,10 +296,7 @@ class Barrier:
         with CREW.changed:
             while self.is_in(parity):
                 if self.copies:
-                    for copy in self.copies:
-                        self.bytes -= copy()
-                    self.copies.clear()
-                    self._check()
+                    self._land()
                     continue
                 CREW.waits[me] = self, parity
                 try:

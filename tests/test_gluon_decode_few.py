@@ -50,6 +50,8 @@ def case(name: str, seed: int) -> Case:
 FREED = "            async_copy.mbarrier_arrive(bar_free.index(i_at), increment_count=False)\n"
 SOURCE = Path(_gluon_decode_few_kernel.__file__).read_text(encoding="utf-8")
 TURN = SOURCE[SOURCE.index("            if takes_float16:\n") : SOURCE.index(FREED)]
+FREE = "            mbarrier.wait(bar_free.index(i_at), ((i_copy // PLACES) & 1) ^ 1)\n"
+COPY = SOURCE[SOURCE.index(FREE) + len(FREE) : SOURCE.index("            i_copy += 1\n    gdc_")]
 FITS = "fits = _fits(s_scales.index(i_next), unit_exponent)", "fits = True"
 
 # Edits of the kernel's source, and the case whose verdict must notice.
@@ -58,7 +60,7 @@ PLANTED = {
         "((i_copy + 1) // PLACES) & 1, pred", "((i_copy + 1) // PLACES) & 1 ^ 1, pred", "two_parts",
     ),
     "place_free_before_its_values_are_read": (TURN + FREED, FREED + TURN, "long"),
-    "copied_before_the_place_is_free": ("((i_copy // PLACES) & 1) ^ 1)", "(i_copy // PLACES) & 1)", "long"),
+    "copied_before_the_place_is_free": (FREE + COPY, COPY + FREE, "long"),
     "scales_of_the_other_chunk": (
         "return b_scale_0, _load_scales(s_scale.slice(CHUNK,",
         "return b_scale_0, _load_scales(s_scale.slice(0,",

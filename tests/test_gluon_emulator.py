@@ -66,6 +66,29 @@ def test_one_that_fails_ends_the_others_with_its_error():
         run((failing, ()), (BARRIER.wait, (never, 0)))
 
 
+def test_a_copy_lands_before_the_next_phase_begins():
+    [one] = barriers(1)
+    landed = []
+
+    def copy():
+        landed.append(len(landed))
+        return 8
+
+    for copies in (0, 1):
+        BARRIER.expect(one, 8)
+        assert len(landed) == one.phase == copies
+        one.copied(copy)
+    BARRIER.wait(one, 1)
+    assert landed == [0, 1]
+
+
+def test_more_arrivals_than_a_barrier_counts():
+    [one] = barriers(1)
+    BARRIER.expect(one, 8)
+    with pytest.raises(AssertionError, match="more arrivals than the barrier's count"):
+        BARRIER.arrive(one)
+
+
 def test_a_phase_that_is_over_is_not_waited_for():
     [one] = barriers(1)
     run((BARRIER.arrive, (one,)), (BARRIER.wait, (one, 0)))

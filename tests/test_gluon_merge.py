@@ -42,7 +42,7 @@ class Split(NamedTuple):
 
 
 def split(span: int, seed: int) -> Split:
-    num_slots = sum(map(len, WEIGHTS))
+    num_slots = sum(map(len, WEIGHTS)) + 1  # one that is no merge's
     part = integers(seed, "partial", 7, num_slots * span * C).view(num_slots, span, C).float() - 3
     part_lse = torch.full((num_slots, span), math.nan)
     out = torch.full((len(WEIGHTS) * span, C), math.nan, dtype=torch.bfloat16)
@@ -106,8 +106,4 @@ PLANTED = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_show(bug: str, seed: int, tmp_path: Path) -> None:
     parts = split(64, seed)
-    try:
-        got = merged(edited(_gluon_merge_kernel, *PLANTED[bug], tmp_path), parts, 64)
-    except (AssertionError, IndexError):  # a load or a store outside the tensors
-        return
-    assert not same(got, parts)
+    assert not same(merged(edited(_gluon_merge_kernel, *PLANTED[bug], tmp_path), parts, 64), parts)

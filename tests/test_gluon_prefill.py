@@ -45,6 +45,22 @@ def case(name: str, seed: int) -> Case:
     return case_of(seed, "attention", model, q_lens, kv_lens, **fields)
 
 
+SOURCE = Path(_gluon_prefill_kernel.__file__).read_text(encoding="utf-8")
+
+
+def lines(first: str, end: str) -> str:
+    """The kernel's lines from one that opens so to before another."""
+    rest = SOURCE[SOURCE.index(first) :]
+    return rest[: rest.index(end)]
+
+
+VALUES_FREE = "    mbarrier.wait(bar_v_free.index(slot), _parity(i_block) ^ 1)\n"
+VALUES = lines("    mbarrier.expect(bar_v.index(slot)", "\n\n@")
+SCORED = lines(
+    "                # The last scores of the tile before", "                mbarrier.expect(bar_q,"
+)
+QUERY = lines("                mbarrier.expect(bar_q,", "            else:")
+
 # Edits of the kernel's source, and the case whose verdict must notice.
 PLANTED = {
     "keys_read_before_they_land": (
@@ -55,10 +71,8 @@ PLANTED = {
     "values_read_before_they_land": (
         "mbarrier.wait(bar_v.index(last), _parity(i_block + i - 1))", "", "context",
     ),
-    "values_filled_while_in_use": (
-        "mbarrier.wait(bar_v_free.index(slot), _parity(i_block) ^ 1)", "", "peaky",
-    ),
-    "query_filled_while_in_use": ("pred=i_block > 0", "pred=False", "five_heads"),
+    "values_filled_while_in_use": (VALUES_FREE + VALUES, VALUES + VALUES_FREE, "peaky"),
+    "query_filled_while_in_use": (SCORED + QUERY, QUERY + SCORED, "five_heads"),
     "sum_in_the_old_frame": ("b_l * _column(b_alpha, b_l) +", "b_l +", "peaky"),
     "accumulator_in_the_old_frame": ("b_o = _rescaled(b_o,", "_rescaled(b_o,", "peaky"),
     "exponents_in_the_old_frame": ("b_x = _lowered(b_x,", "_lowered(b_x,", "peaky"),

@@ -2,9 +2,9 @@
 
 One thread a partition of a warp-specialised kernel. Everything asynchronous happens as late as the program
 allows: a copy lands when somebody waits for its barrier or arrives for the next phase, a matrix product is
-computed when somebody waits for it. Shared memory starts as NaN, and a buffer becomes NaN when a copy into it
-starts. Reading too early therefore shows in the result. Not modelled: memory order, proxies, layouts, the text
-of inline assembly.
+computed when somebody waits for it. Shared memory starts as NaN, and a buffer becomes NaN when a copy into
+it starts. Reading too early therefore shows in the result. Not modelled: memory order, proxies, layouts, the
+text of inline assembly.
 """
 
 import importlib.util

@@ -695,6 +695,53 @@ def _finish(ball: Ball, rows: Rows) -> Ball:
     return Ball(ball.mid.masked_fill(empty, 0.0), radius.masked_fill(empty, 0.0))
 
 
+class Factors(NamedTuple):
+    """[t h v] from which to which number a value may have been multiplied by, to become what was returned."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+def shares_a_factor(numerics: Numerics) -> bool:
+    """Whether rounding the weights moves all channels of a row that sees one key by one factor.
+
+    It does not where warpgroups round copies of their own, and nothing shows of it behind w_uv.
+    """
+    return numerics.p != EXACT and numerics.shared_p and numerics.form != "absorbed"
+
+
+def factors(inputs: Any, numerics: Numerics, out: torch.Tensor) -> Factors:
+    """By what the one key's value may have been multiplied, of rows of ``out`` [t h v] that see one key.
+
+    out = RN(f v + ζ), where f is what the row's weight and its sum are, and ζ what each channel is rounded by
+    on its own: its product, its sums, partial results and the division, by however many of the row's sums.
+    Rounding is monotone, so f v is within ζ of the numbers that round to what was returned. No number is
+    excluded where the value is 0, where what was returned is not finite, and of rows that see more keys.
+    """
+    dtype = inputs[0].dtype
+    value, error = (torch.full_like(out, y, dtype=torch.float64) for y in (0.0, NO_CLAIM))
+    for rows, shared in rows_and_errors(inputs, numerics, dtype):
+        mixture = mixed(rows, shared, rows.operands.values, rows.out)
+        absolute, reach = numerator_errors(rows, shared, mixture, inputs, numerics, dtype)
+        own = (shared.denominator + shared.division)[..., None]
+        apart = (channel_roundings(shared, numerics, dtype) + own) * reach + absolute
+        divided = own + shared.summed
+        apart = (apart / (1.0 - divided)).masked_fill(divided >= 1.0, NO_CLAIM)
+        single = (rows.seen.sum(-1) == 1)[:, None]
+        value[rows.tokens, rows.heads] = rows.out.masked_fill(~single, 0.0).transpose(0, 1)
+        error[rows.tokens, rows.heads] = apart.transpose(0, 1)
+    got = out.detach().double()
+    size = got.abs()
+    error = error * INFLATION + 4.0 * FLOAT64_ROUNDOFF * size
+    inner, outer = (0.5 * spacing(x, out.dtype) for x in (size.nextafter(torch.zeros_like(size)), size))
+    # Of a value's own sign, and positive.
+    got, value = got * value.sign(), value.abs()
+    below, above = torch.where(got > 0.0, inner, outer), torch.where(got < 0.0, inner, outer)
+    known = (value > 0.0) & got.isfinite()
+    low = ((got - below - error) / value).masked_fill(~known, -torch.inf)
+    return Factors(low, ((got + above + error) / value).masked_fill(~known, torch.inf))
+
+
 def merge_states(inputs: Any, numerics: Numerics) -> dict[str, Admissible]:
     """Admissible ``out`` and ``lse`` of ``merge_states``: attention whose keys are the states."""
     query, (num_states, t, h, v) = inputs.outs.dtype, inputs.outs.shape

@@ -66,6 +66,7 @@ def precision_mutants() -> dict[str, tuple[Case, Run]]:
         "scale_in_bf16": (MANY, _scaled_in_bf16),
         "scale_with_one_mscale": (yarn, _scaled_once),
         "splits_exchanged": (MANY, kernel(merge=_exchanged)),
+        "last_bits_off_a_lone_key": (MANY, kernel(round=_last_bits_off)),
         "one_element_five_percent": (MANY, _one_element(1.05)),
         "one_element_off_in_a_long_row": (LONG, _one_element(1.1)),
         "key_dropped_among_many": (LONG, kernel(mask=without_middle)),
@@ -124,6 +125,16 @@ def _stale_page(inputs: Any) -> AttentionOutput:
 def _exchanged(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each split has the other's weight."""
     return merged_at_once(outs.flip(0), lses)
+
+
+def _last_bits_off(row: torch.Tensor, request: Request) -> torch.Tensor:
+    """Of a request of one key, about one channel in fifty is the next number of its type."""
+    if request.kv_len != 1:
+        return row
+    bits = row.bfloat16().view(torch.int16)
+    number = torch.arange(bits.numel()).view(bits.shape)
+    chosen = ((bits.long() * 2654435761 + number * 40503) >> 7) % 50 == 0
+    return (bits + chosen.to(bits.dtype)).view(torch.bfloat16).to(row.dtype)
 
 
 def _one_element(factor: float) -> Run:

@@ -103,6 +103,7 @@ def shows(
     *,
     exact_dots: bool = False,
     more: Callable[[torch.Tensor], str] | None = None,
+    also: Callable[[Any, Any], Finding] | None = None,
 ) -> Finding:
     """The output on a probe is its closed form, up to the radii that bounds.py derives for its inputs.
 
@@ -111,7 +112,7 @@ def shows(
 
     what: what the probe's inputs are. exact_dots: no sum of products of this probe is rounded by any
         accumulator, in whatever order. more: what else is to be said of rows and heads [t h] whose ``out`` is
-        wrong.
+        wrong. also: what else is claimed of the probe's inputs and an output that is as it may be.
     """
     if not runnable(trial, case):
         return nothing("the backend does not take the probe")
@@ -120,6 +121,9 @@ def shows(
     shapes = trial.problem.output_shapes
     found = [within(name, getattr(output, name), want, shapes[name], inputs) for name, want in known.items()]
     finding = told(what, worst_of(found))
+    if also is not None and finding.ok:
+        claimed = told(what, also(inputs, output))
+        return finding if claimed.ok else claimed
     if more is None or finding.worst is None:
         return finding
     return replace(finding, more=lambda: more(_wrong(output.out, known["out"])))

@@ -1,20 +1,26 @@
 """One key.
 
-Claim: a row that sees a single key returns that key's value as it is, and scale · q · k as its lse.
+Claim: a row that sees a single key returns that key's value as it is, and scale · q · k as its lse. Where the
+    weights are rounded, and once for all channels, it is the value times one factor in all of them.
 Why: softmax of one score is 1, whatever the score; nothing is left that could hide a wrong scale, a wrong
-    slice or a wrong dequantisation, and lse shows the score itself.
+    slice or a wrong dequantisation, and lse shows the score itself. A weight in bfloat16 may be off by the
+    last bit of an output, which hides any error of that size; but not in one channel and not in another.
 Exact or bounded: values have four significant bits, which no type of the path rounds: bit for bit in
-    sixteen-bit outputs, within the roundings of one term else. lse within the radius of one dot product.
-Kills: every wrong scale, lost channels, scores of low precision, tails, stores that stop early.
+    sixteen-bit outputs, within the roundings of one term else. lse within the radius of one dot product. Of
+    the factor: every channel is within half a spacing of the output's type and its own few roundings.
+Kills: every wrong scale, lost channels, scores of low precision, tails, stores that stop early, last bits.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from mla_ref.case import Case
 from mla_ref.values import integers
+from oracles.bounds import factors, shares_a_factor
+from oracles.compare import place
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
@@ -33,7 +39,29 @@ from oracles.verdict import Finding
 
 def check(trial: Trial) -> Finding:
     """Run with one token in every request."""
-    return shows(trial, plant, shortest(trial.case), "with one key in every request")
+    also = partial(one_factor, trial) if shares_a_factor(trial.backend.numerics) else None
+    return shows(trial, plant, shortest(trial.case), "with one key in every request", also=also)
+
+
+def one_factor(trial: Trial, inputs: Any, output: Any) -> Finding:
+    """Every row is its key's value times a number."""
+    low, high = factors(inputs, trial.backend.numerics, output.out)
+    if not output.out.numel():
+        return Finding(ok=True)
+    least, most = low.max(-1), high.min(-1)
+    apart = least.values - most.values
+    num_bad = int((apart > 0.0).sum())
+    if not num_bad:
+        return Finding(ok=True, num_checked=output.out.numel())
+    t, h = divmod(int(apart.argmax()), apart.shape[1])
+    channels = [f"channel {int(x.indices[t, h])} by {float(x.values[t, h]):.6g}" for x in (least, most)]
+    return Finding(
+        ok=False,
+        detail=f"out: {num_bad} of {apart.numel()} rows are no multiple of their key's value: at "
+        f"{place('t h', (t, h), inputs)}, {channels[0]} or more, {channels[1]} or less",
+        num_bad=num_bad,
+        num_checked=apart.numel(),
+    )
 
 
 def shortest(case: Case) -> Case:
@@ -97,5 +125,6 @@ ORACLE = Oracle(
         "scale_one_in_a_thousand",
         "scale_in_bf16",
         "scale_with_one_mscale",
+        "last_bits_off_a_lone_key",
     ),
 )

@@ -1,5 +1,6 @@
 """The Hopper kernel for few rows without a GPU: its source under the emulator, judged like any backend."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ from emulated_kernels import assert_holds, assert_shows, decode_case, emulate_de
 from gluon_emulator import STAND_INS, array, edited
 
 from mla_fast import _gluon_decode_few_kernel, gluon_decode, gluon_decode_few
+from mla_fast.gluon_decode_few import KEYS
 from mla_ref.backend import available
 from mla_ref.case import Case
 from mla_ref.formats import cache_format
@@ -194,6 +196,67 @@ def test_scales_that_float16_does_not_hold(
     inputs = scales_apart(seed, where)
     want = ADMISSIBLE["latent_attention"](inputs, BACKEND.numerics)["out"]
     assert within("out", BACKEND.fn(*inputs).out, want).ok is not planted
+
+
+# Scales of one tile and scores of an item's blocks; its unit is 2⁻⁸. Either end of what takes float16, and
+# what is next to it, with weights up to the largest, 16.
+EDGES = (
+    (1.0, 0.0),
+    (np.nextafter(np.float32(8), 0), 5.0),
+    (np.nextafter(np.float32(16), 0), 9.0),
+    (2.0**-8, 4.0),
+    (8.0, 9.0),
+    (np.nextafter(np.float32(8), 0), 9.0),
+    (np.nextafter(np.float32(2.0**-8), 0), 9.0),
+)
+FLOAT16_BLOCKS = 4  # the first, the second, the fourth, the sixth
+FITS_NEXT = "                takes_float16 = takes_float16 & fits\n", f"                {FITS[0]}\n"
+EDGE_BUGS = {
+    "a_binade_too_many": ("SPAN: gl.constexpr = gl.constexpr(11)", "SPAN: gl.constexpr = gl.constexpr(12)"),
+    "a_weight_too_large": (
+        "SLACK: gl.constexpr = gl.constexpr(4.0)",
+        "SLACK: gl.constexpr = gl.constexpr(5.0)",
+    ),
+    "fits_if_the_next_block_does": ("".join(FITS_NEXT), "".join(FITS_NEXT[::-1])),
+}
+
+
+def edge_of_float16(seed: int) -> LatentAttentionInputs:
+    """Scores are the rope part's first channel, exactly and in powers of two, whatever the scales."""
+    edge = decode_case(seed, (1,), (KEYS * len(EDGES),), 1, KEYS, "fp8_ds_mla")
+    inputs = problem("latent_attention").materialize(edge, torch.device("cpu"))
+    pages = inputs.block_table[0, : len(EDGES)].long()
+    scales = inputs.kv_cache.view(torch.float32)[..., 128:132]
+    rope = inputs.kv_cache.view(torch.bfloat16)[..., 264:]
+    for page, (scale, score) in zip(pages, EDGES, strict=True):
+        scales[page] = 1.0
+        scales[page, :, seed % 4] = float(scale)
+        rope[page, :, 0] = score
+    q_pe = torch.zeros_like(inputs.q_pe)
+    q_pe[..., 0] = 1.0
+    return inputs._replace(ql_nope=torch.zeros_like(inputs.ql_nope), q_pe=q_pe, softmax_scale=math.log(2.0))
+
+
+@pytest.mark.parametrize("bug", [None, *EDGE_BUGS])
+def test_the_edge_of_what_float16_holds(
+    bug: str | None, seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One item, whose blocks take float16 and bfloat16 in turn: which of them is seen, too."""
+    planted = edited(_gluon_decode_few_kernel, *EDGE_BUGS[bug], tmp_path) if bug else _gluon_decode_few_kernel
+    taken = []
+
+    def counted(b_code):
+        taken.append(b_code)
+        return float16_values(b_code)
+
+    monkeypatch.setitem(ASM, "_float16_values", counted)
+    emulate(monkeypatch, planted)
+    monkeypatch.setattr(gluon_decode, "plan", lambda *a, **k: gluon_decode.plan_for(1, *a, **k))
+    inputs = edge_of_float16(seed)
+    want = ADMISSIBLE["latent_attention"](inputs, BACKEND.numerics)["out"]
+    assert within("out", BACKEND.fn(*inputs).out, want).ok is not bool(bug)
+    if not bug:
+        assert len(taken) == 2 * FLOAT16_BLOCKS  # by chunks
 
 
 def test_more_rows_are_declined(seed: int) -> None:

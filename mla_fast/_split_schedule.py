@@ -27,9 +27,12 @@ MERGE: tl.constexpr = tl.constexpr(MERGE_FIELDS)
 
 # Costs in half pairs: an item's fixed part (query, drained pipeline, output); what splitting must save to
 # pay for the partial results and their merge; and what a second item on a part costs beyond its fixed part.
+# Where shares are long, memory is what parts wait for, and fewer of them read as much: a 1 / IDLE of a share
+# may then be lost to parts that have nothing left to do, up to the cost of splitting once more.
 OVERHEAD: tl.constexpr = tl.constexpr(2)
 SPLIT_COST: tl.constexpr = tl.constexpr(8)
-SECOND_ITEM: tl.constexpr = tl.constexpr(2)
+IDLE: tl.constexpr = tl.constexpr(4)
+SECOND_ITEM: tl.constexpr = tl.constexpr(4)
 # The shortest piece of a tile worth a part of its own, in pairs.
 SHORTEST: tl.constexpr = tl.constexpr(2)
 SIZES: tl.constexpr = tl.constexpr(8)  # of pieces, of which the smallest that will do is taken
@@ -196,7 +199,7 @@ def schedule_kernel(
     b_before = _cost_before(b_first, cost_ends, tile_ends, cache_seqlens, b, LEVELS)
     b_load = tl.where(m_p, _next(b_before, P) - b_before, 0)
     b_pair = tl.zeros_like(o_p)
-    if tl.max(b_load) > share + SPLIT_COST:
+    if tl.max(b_load) > share + SPLIT_COST + tl.minimum(share // IDLE, SPLIT_COST):
         if 2 * size <= share + SECOND_ITEM:
             b_first, b_pair = _cut_in_pieces(o_p, size, piece_ends, tile_ends, cache_seqlens, b, LEVELS)
         else:

@@ -585,6 +585,34 @@ def test_a_library_of_another_version_is_a_reason(
     assert f"{names[-1]} has no " in (module.BACKEND.requires("cuda") or "")
 
 
+@pytest.mark.parametrize(
+    ("module", "least", "most"),
+    [
+        (flash_attn_2, (8, 0), None),
+        (flash_attn_3, (9, 0), (9, 0)),
+        (flash_attn_4, (9, 0), (9, 0)),
+        (flash_mla, (9, 0), (9, 0)),
+        (triton_decode, (8, 0), None),
+        (gluon_decode, (9, 0), (9, 0)),
+        (sdpa_cudnn, (8, 0), None),
+    ],
+)
+def test_a_gpu_of_another_capability_is_a_reason(
+    module: ModuleType,
+    least: tuple[int, int],
+    most: tuple[int, int] | None,
+    give: Give,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give({"triton": None})
+    named = f"compute capability {least[0]}.{least[1]}"
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda here=capability: here)
+        enough = capability >= least and (most is None or capability <= most)
+        assert (named in (unwrap(module.BACKEND.requires)("cuda") or "")) is not enough
+
+
 def test_the_cudnn_of_torch_is_asked_for(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
     def another() -> int:
         raise RuntimeError("cuDNN version incompatibility: compiled against (9, 19, 0)\nbut found (8, 9, 2)")

@@ -16,9 +16,12 @@ from evals import flash_latent
 from mla_ref.backend import Backend
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
+from mla_ref.formats import cache_format
 from mla_ref.numerics import Numerics
 from mla_ref.presets import preset
 from mla_ref.problem import problem
+from mla_ref.problems.latent_attention import LatentAttentionInputs
+from mla_ref.values import bell
 from oracles.bounds import (
     ADMISSIBLE,
     NO_CLAIM,
@@ -32,6 +35,7 @@ from oracles.bounds import (
     number_format,
     rms_norm,
     spacing,
+    stored_parts,
 )
 from oracles.compare import within
 from oracles.coverage import draw
@@ -110,6 +114,15 @@ def test_a_materialised_value_is_known_unless_a_boundary_is_near():
     assert (cut.mid + cut.radius)[1].item() == 1.0 + 2.0**-7
 
 
+def test_a_float64_is_narrowed_by_way_of_float32_or_at_once():
+    value = 1.0 + 2.0**-8 + 2.0**-40  # at once 1 + 2⁻⁷, and by way of float32 a tie, so 1
+    exact = Ball(torch.tensor([value], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+    for query, least in ((torch.float64, 1.0), (torch.float32, 1.0 + 2.0**-7)):
+        cut = materialised(exact, "bfloat16", query)
+        assert (cut.mid - cut.radius).item() == least
+        assert (cut.mid + cut.radius).item() == 1.0 + 2.0**-7
+
+
 def test_formats_are_those_of_ieee():
     half = number_format("float16", torch.bfloat16)
     assert (half.roundoff, half.underflow, half.flush) == (2.0**-11, 2.0**-25, 2.0**-14)
@@ -130,6 +143,74 @@ def test_a_layers_steps_stay_inside_their_balls():
     got = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * 1.5 * w[0]
     assert (got.double() - norm.mid).abs().le(norm.radius).all()
     assert norm.radius.le(2.0**-14 * norm.mid.abs() + 2.0**-100).all()
+
+
+def test_a_projection_may_flush_what_is_denormal():
+    tiny = torch.tensor([[2.0**-70]], dtype=torch.float64)
+    ball = linear(
+        Ball(tiny, torch.zeros_like(tiny)), tiny, Numerics(), number_format("float32", torch.float32)
+    )
+    assert ball.mid.item() == 2.0**-140
+    assert ball.radius.item() >= ball.mid.item()
+
+
+def keys_of_one_query(count: int, scores: float, value: float) -> LatentAttentionInputs:
+    """A key whose score is 0, and others; in channel 1 it is 0 itself, and they are what is given."""
+    config = MLAConfig(
+        name="few", hidden_size=64, num_heads=1, q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    case = Case(
+        problem="latent_attention", config=config, q_lens=(1,), kv_lens=(count,), dtype="float32",
+        cache_format="fp32", block_size=count,
+    )  # fmt: skip
+    inputs = problem(case.problem).materialize(case, CPU)
+    ql_nope, kv_cache = torch.zeros_like(inputs.ql_nope), torch.zeros_like(inputs.kv_cache)
+    ql_nope[0, 0, 0] = 1.0
+    page = kv_cache[inputs.block_table[0, 0]]
+    page[1:, 0], page[1:, 1] = scores, value
+    q_pe = torch.zeros_like(inputs.q_pe)
+    return inputs._replace(ql_nope=ql_nope, q_pe=q_pe, kv_cache=kv_cache, softmax_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "splits", "scores", "value"),
+    [("p", 1, -18.0, 1.0), ("partial", 2, 0.0, 2.0**-26)],
+    ids=["weights", "partial results"],
+)
+def test_what_vanishes_in_a_narrow_type_may_be_lost(field, splits, scores, value):
+    inputs = keys_of_one_query(300, scores, value)
+    backend = simulated("latent_attention", Numerics(**{field: "float16"}), Schedule(splits=splits))
+    out = backend.fn(*inputs).out
+    assert out[0, 0, 1] == 0.0
+    for numerics, ok in ((backend.numerics, True), (replace(backend.numerics, **{field: "exact"}), False)):
+        want = ADMISSIBLE["latent_attention"](inputs, numerics)["out"]
+        assert want.mid[0, 0, 1] > 0.0
+        assert within("out", out, want).ok is ok
+
+
+def test_every_merge_has_a_logarithm_and_an_exponential_of_its_own():
+    inputs, rough = keys_of_one_query(30, 0.0, 1.0), Numerics(max_splits=9, exp_error=64.0, log_error=64.0)
+    once, often = (
+        ADMISSIBLE["latent_attention"](inputs, replace(rough, merge_depth=depth))["lse"].radius.item()
+        for depth in (1, 8)
+    )
+    assert often - once >= 7 * (64 + 64) * 2.0**-24
+
+
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "fp8_ds_mla_pow2"])
+def test_a_scale_of_a_tile_is_off_by_few_roundings(fmt, seed):
+    kv_c, k_pe, none = bell(seed, "kv_c", 4, 256).float(), torch.zeros(4, 64), torch.tensor(math.nan)
+    entries = cache_format(fmt).encode(kv_c, k_pe, none)
+    balls = [Ball(x.double(), torch.zeros_like(x, dtype=torch.float64)) for x in (kv_c, k_pe)]
+    for bits, ok in ((0, True), (1, fmt == "fp8_ds_mla"), (8, False), (-8, False)):
+        stored = entries.clone()
+        scales = stored[:, 256:264].contiguous().view(torch.int32) + bits
+        stored[:, 256:264] = scales.view(torch.uint8)
+        scale = next(
+            part for part in stored_parts(cache_format(fmt), stored, *balls, none) if part.name == "scale"
+        )
+        assert within("scale", scale.got, scale.want).ok is ok
 
 
 LAGGING = [

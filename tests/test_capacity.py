@@ -279,6 +279,10 @@ def test_a_device_shared_with_weights_and_prefill():
     assert printed("35.42").scaled(GIB).meets(Interval(*[Fraction(planned.budget)] * 2))
     with pytest.raises(ValueError, match=r"budget: \d+ · 0\.9 less \d+ for weights.* must be positive"):
         plan(setting(budget=replace(card, weights=card.total)))
+    whole = Device(total=3 * GIB, utilization=Fraction(1), weights=GIB, other=GIB)
+    assert whole.budget(GIB - 1) == 1
+    with pytest.raises(ValueError, match="for prefill is 0, must be positive"):
+        whole.budget(GIB)
 
 
 V2_LITE = preset("deepseek-v2-lite")
@@ -300,6 +304,11 @@ def test_v2_lite_by_part(tp: int, cap: int, mebibytes: tuple[int, ...]):
     parts = prefill_parts(V2_LITE.shard(tp), rows, 2048, 2, "padded")
     assert tuple(parts.values())[:4] == tuple(size * MIB for size in mebibytes)
     assert tuple(parts) == PREFILLS["padded"][0]
+
+
+def test_values_wider_than_keys_stay_as_wide():
+    parts = prefill_parts(replace(V2_LITE, num_heads=1, v_head_dim=320), 64, 1, 2, "padded")
+    assert parts["padded values"] == 64 * 320 * 2
 
 
 def test_many_new_tokens_move_the_peak_to_the_attention():

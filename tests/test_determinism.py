@@ -97,6 +97,12 @@ def test_brief_json_holds_what_is_not_there_by_itself():
     assert len(case.brief()) < len(case.to_json()) / 2
 
 
+def test_brief_json_tells_zeros_apart():
+    config = replace(mutants.CONFIG, rope=replace(YARN_ROPE, mscale_all_dim=-0.0))
+    again = Case.from_json(replace(mutants.LATENT, config=config).brief())
+    assert math.copysign(1.0, again.config.rope.mscale_all_dim) == -1.0
+
+
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_regime_gives_the_same_bits_twice(regime):
     case = replace(mutants.LATENT, regime=regime)

@@ -178,6 +178,7 @@ def test_tiles_golden_entry() -> None:
         (448.0, "00 00 80 3f", "00 00 80 3f"),  # 1 in both: the boundary itself
         (224.0, "00 00 00 3f", "00 00 00 3f"),  # 2⁻¹
         (450.0, "49 92 80 3f", "00 00 00 40"),  # 1 + 1/224: mantissa round(2²³ / 224) = 9249; 2
+        (448.0 + 2.0**-15, "01 00 80 3f", "00 00 00 40"),  # the next float32: the least mantissa; 2
         (447.75, "6e db 7f 3f", "00 00 80 3f"),  # 1 - 1/1792: round(2²⁴ - 2²⁴ / 1792) = ffdb6e, below 1; 1
         (448.0 * 2**-13, "00 00 00 39", "00 00 00 39"),  # 2⁻¹³, exponent 114: where the floor starts
         (448.0 * 2**-14, "00 00 80 38", "00 00 00 39"),  # 2⁻¹⁴ against the floor

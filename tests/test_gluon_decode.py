@@ -9,7 +9,7 @@ import torch
 from emulated_kernels import assert_holds, assert_shows, decode_case, emulate_decode
 from gluon_emulator import edited
 
-from mla_fast import _gluon_decode_kernel, gluon_decode
+from mla_fast import _gluon_decode_kernel, _split_schedule, gluon_decode
 from mla_ref.backend import available
 from mla_ref.case import Case
 from mla_ref.problem import problem
@@ -120,6 +120,74 @@ def test_a_prepared_call_gives_the_same_and_refuses_the_same(
 def test_a_batch_on_no_gpu_is_refused(seed: int) -> None:
     inputs = problem("latent_attention").materialize(case("ragged", seed), torch.device("cpu"))
     with pytest.raises(ValueError, match="cu_seqlens_q: on cpu, must be on a CUDA device"):
+        gluon_decode.gluon_decode(*inputs)
+
+
+QUERY = torch.arange(6 * 4 * 32, dtype=torch.float32).bfloat16().view(6, 4, 32)
+WIDER = torch.arange(6 * 4 * 40, dtype=torch.float32).bfloat16().view(6, 4, 40)
+# Queries [t h d], and whether the copy engine reads them where they are.
+QUERIES = {
+    "packed": (QUERY, True),
+    "padded_rows": (WIDER[..., :32], True),
+    "one_token_of_any_stride": (QUERY[:1].as_strided((1, 4, 32), (7, 32, 1)), True),
+    "gaps_between_tokens": (QUERY[::2], False),
+    "heads_first": (QUERY.transpose(0, 1), False),
+    "channels_apart": (QUERY[..., ::2], False),
+    "rows_of_80_bytes": (WIDER.view(-1)[: 6 * 4 * 36].view(6, 4, 36)[..., :32], False),
+    "unaligned": (WIDER.view(-1)[1 : 1 + 6 * 4 * 32].view(6, 4, 32), False),
+}
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_queries_are_copied_only_where_they_must_be(name: str) -> None:
+    query, there = QUERIES[name]
+    rows = gluon_decode._rows(query)
+    assert torch.equal(rows, query.reshape(-1, query.shape[2]))
+    assert rows.stride(1) == 1
+    assert rows.stride(0) * rows.itemsize % 16 == rows.data_ptr() % 16 == 0
+    assert (rows.data_ptr() == query.data_ptr()) is there
+
+
+POOL = torch.zeros(2 * 64 * 640, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "told"),
+    [
+        ((64 * 640, 640, 1), 0, None),
+        ((64 * 576 + 4, 576, 1), 0, "block stride is 73736 bytes, must be a multiple of 16"),
+        ((64 * 580, 580, 1), 0, "entry stride is 1160 bytes, must be a multiple of 16"),
+        ((64 * 576, 576, 1), 4, "must be a multiple of 16"),
+        ((8 * 576, 8, 64), 0, "channel stride is 64, must be 1"),
+    ],
+)
+def test_caches_that_the_copy_engine_does_not_address(
+    strides: tuple[int, ...], offset: int, told: str | None
+) -> None:
+    assert POOL.data_ptr() % 16 == 0
+    blocks = 1 if strides[2] > 1 else 2
+    reason = gluon_decode.why_not_strides(POOL.as_strided((blocks, 8, 576), strides, offset))
+    assert (reason or "").endswith(told or "")
+    assert (reason is None) == (told is None)
+    assert offset == 0 or (reason or "").startswith("kv_cache: address is")
+
+
+def test_a_batch_without_queries_needs_no_plan(seed: int) -> None:
+    idle = replace(case("ragged", seed), q_lens=(0,) * 4)
+    for fn in (gluon_decode.gluon_decode, gluon_decode.batch_invariant):
+        out, lse = fn(*problem("latent_attention").materialize(idle, torch.device("cpu")))
+        assert (out.shape, out.dtype, lse.shape) == ((0, 20, 512), torch.bfloat16, (0, 20))
+
+
+def test_a_fixed_cut_is_merged_by_one_kernel_whatever_the_batch(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(_split_schedule, "merge_kernel", None)  # of few rows, and so of few requests
+    one = decode_case(seed, (1,), (300,), 16, 64)
+    inputs = problem("latent_attention").materialize(one, torch.device("cpu"))
+    gluon_decode.batch_invariant(*inputs)
+    with pytest.raises(TypeError):
         gluon_decode.gluon_decode(*inputs)
 
 

@@ -23,6 +23,7 @@ from mla_ref.layout_algebra import (
     stacked,
     why_not_shareable,
 )
+from mla_ref.pages import DEAD_BLOCK, block_table
 
 many = settings(max_examples=4 * settings.default.max_examples)
 
@@ -198,6 +199,19 @@ def test_hybrid_pages_alias_only_in_blocks_first_order():
     assert "block 1" in str(why_not_shareable(attention_page("ln2kgx"), state_page(page // 2 * 3)))
 
 
+def test_a_single_byte_is_shared():
+    here, there = View("nx", (2, 4), (4, 1), 0, 1), View("nx", (2, 2), (4, 1), 3, 1)
+    assert why_not_shareable([here], [there]) == (
+        "block 1 of one group shares 1 bytes with block 0 of the other"
+    )
+
+
+def test_every_row_of_a_block_table_ends_in_a_dead_block():
+    table, num_blocks = block_table((65, 0, 64), 64, CacheLayout(spare_blocks=2), 0)
+    assert (table == DEAD_BLOCK).tolist() == [[False, False, True], [True] * 3, [False, True, True]]
+    assert num_blocks == 5
+
+
 @many
 @given(a=pools(), b=pools())
 def test_shareable_is_what_enumeration_says(a: Pool, b: Pool):
@@ -261,6 +275,7 @@ def test_merged_and_shared(runs: list[tuple[int, int]]):
             "torch.float16 has 2 bytes, but elements have 4",
         ),
         (lambda: stacked(place("l2nkgx", SIZES, [4, 5], 2).views), "field 1 is"),
+        (lambda: stacked([View("x", (2,), (2,), at, 2) for at in (0, 8, 20)]), "field 2 is"),
         (lambda: CacheLayout(block_align=0), "block_align is 0, must be at least 1"),
         (lambda: CacheLayout(block_gap=-1), "block_gap is -1, must not be negative"),
     ],

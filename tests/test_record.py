@@ -233,7 +233,7 @@ def test_what_a_recording_cannot_give_is_a_reason(recordings):
     for changed, reason in (
         (replace(case, problem="rope"), "a recording holds no inputs of rope"),
         (replace(case, recording=None), "the regime is recorded, but there is no recording"),
-        (replace(case, config=replace(case.config, num_heads=8)), "num_heads is 8, but 4 were recorded"),
+        (replace(case, config=replace(case.config, num_heads=5)), "num_heads is 5, but 4 were recorded"),
         (
             replace(case, config=replace(case.config, kv_lora_rank=64)),
             "kv_lora_rank is 64, but was recorded as 128",

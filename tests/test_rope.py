@@ -128,6 +128,14 @@ def test_an_untruncated_ramp_has_fractional_ends():
     assert bool((yarn[11:23] != inv_freq(V3, 64)[11:23]).all())
 
 
+def test_a_ramp_ends_no_later_than_at_pair_r_less_one():
+    """Pair 2.2 turns a million times, and none once: of eight pairs, the last that is counted is the end."""
+    longest = RopeConfig(scaling=YARN, factor=4.0, original_max_position=10**9, beta_fast=1e6)
+    plain, yarn = inv_freq(PLAIN, 8), inv_freq(longest, 8)
+    assert torch.equal(yarn[:3], plain[:3])
+    assert f"{yarn[3] / plain[3]:.12f}" == f"{1.0 - 0.75 / (7 - 2):.12f}"
+
+
 def test_a_ramp_without_width_does_not_divide_by_zero():
     """Both ends clipped to the same pair."""
     yarn = inv_freq(RopeConfig(scaling=YARN, factor=4.0, original_max_position=4), 8)

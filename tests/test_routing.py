@@ -71,6 +71,13 @@ def test_points_of_the_table_and_what_lies_beyond() -> None:
         )
 
 
+def test_between_lengths_it_is_linear_in_their_logarithm() -> None:
+    (short, least), (long, most), *_ = MEASURED[H200][16]
+    middle = math.isqrt(short * long)
+    assert middle**2 == short * long
+    assert crossover(replace(V3, num_heads=16), middle, H200) == round((least + most) / 2)
+
+
 def test_nothing_jumps_between_entries() -> None:
     for heads in range(8, 200, 8):
         found = [

@@ -177,6 +177,12 @@ def test_errors_name_the_thing_and_both_values(change: dict[str, int], blocks, m
         descriptors(here, there, blocks)
 
 
+def test_elements_of_another_size_are_an_error():
+    narrow, wide = (place("l2nkgx", SIZES, [8, 8], size).views for size in (2, 4))
+    with pytest.raises(ValueError, match=r"field 0 is .* × 2 B, but target .* × 4 B"):
+        descriptors(narrow, wide, [(0, 0)])
+
+
 def test_a_missing_field_is_an_error():
     views = place("l2nkgx", SIZES, [8, 8], 2).views
     with pytest.raises(ValueError, match="source has 2 fields, target 1"):

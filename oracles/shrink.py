@@ -128,12 +128,9 @@ def _lower(value: int, least: int) -> Iterator[int]:
 def _requests(case: Case) -> Iterator[Changes]:
     """Fewer requests: half of them, then without one."""
     n = len(case.q_lens)
-    least = 1 if case.problem == "merge_states" else 0
     for size in _halves(n):
         for start in range(0, n, size):
-            kept = [i for i in range(n) if not start <= i < start + size]
-            if len(kept) >= least:
-                yield _picked(case, kept)
+            yield _picked(case, [i for i in range(n) if not start <= i < start + size])
 
 
 def _halves(n: int) -> Iterator[int]:

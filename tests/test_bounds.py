@@ -6,6 +6,7 @@ import os
 import random
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from simulated_kernel import Schedule, simulated
 from evals import flash_latent
 from mla_ref.backend import Backend
 from mla_ref.case import Case
-from mla_ref.config import MLAConfig
+from mla_ref.config import MLAConfig, RopeConfig
 from mla_ref.formats import cache_format
 from mla_ref.numerics import Numerics
 from mla_ref.presets import preset
@@ -27,13 +28,17 @@ from oracles.bounds import (
     NO_CLAIM,
     Admissible,
     Ball,
+    _greatest,
     attended,
     gamma,
+    intersection,
     linear,
     materialised,
     nearest,
+    new_entries,
     number_format,
     rms_norm,
+    rotation,
     spacing,
     stored_parts,
 )
@@ -211,6 +216,50 @@ def test_a_scale_of_a_tile_is_off_by_few_roundings(fmt, seed):
             part for part in stored_parts(cache_format(fmt), stored, *balls, none) if part.name == "scale"
         )
         assert within("scale", scale.got, scale.want).ok is ok
+
+
+def test_a_norm_of_what_may_be_next_to_nothing_is_bounded_by_its_epsilon():
+    """Of numbers that may all be 0: no scale is above that of the epsilon alone."""
+    mid = torch.full((1, 4), 1e-3, dtype=torch.float64)
+    near = Ball(mid, torch.full_like(mid, 1e-2))
+    radius = rms_norm(near, torch.ones(4).double(), 1e-6, 1.0, number_format("float32", torch.float32)).radius
+    assert (radius > 0.0).all()
+    assert (radius < 2.0 * near.size() * 1e-6**-0.5).all()
+
+
+def test_a_rotation_by_any_angle_at_all_keeps_a_pair_within_twice_its_size():
+    x = Ball(torch.ones(1, 1, 2, dtype=torch.float64), torch.zeros(1, 1, 2, dtype=torch.float64))
+    numerics = Numerics(angle="bfloat16")
+    far = rotation(x, torch.tensor([100_000]), RopeConfig(), numerics, torch.float32)
+    assert (far.radius >= 2.0).all()
+    assert (far.radius < 4.0 + 2.0**-15).all()
+
+
+def test_what_is_encoded_from_float64_passes_through_float32_and_its_denormals():
+    kept, lost = 2.0**-140, 2.0**-140 + 2.0**-152
+    given = torch.tensor([[kept, lost]], dtype=torch.float64)
+    ball, _ = new_entries(SimpleNamespace(kv_c=given, k_pe=given), Numerics())
+    assert ball.radius[0, 0] == 0.0
+    assert ball.radius[0, 1] >= lost - given.float().double()[0, 1] > 0.0
+
+
+def test_the_intersection_is_what_both_hold():
+    a, b = (
+        Ball(*(torch.tensor([x], dtype=torch.float64) for x in ball)) for ball in ((0.0, 3.0), (2.0, 2.0))
+    )
+    for both in (intersection(a, b), intersection(b, a)):
+        assert (both.mid - both.radius).item() == 0.0
+        assert (both.mid + both.radius).item() == 3.0
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 5), (3, 5), (5, 5), (4, 2), (2, 0)])
+def test_the_greatest_value_of_every_row_is_among_the_keys_that_it_sees(rows, keys, seed):
+    values = bell(seed, "values", 2, keys, 3).double()
+    seen = torch.arange(keys)[None, :] <= torch.arange(rows)[:, None] + (keys - rows)
+    for row in range(rows):
+        live = values[:, seen[row]]
+        if live.shape[1]:
+            assert torch.equal(_greatest(seen, values)[:, row], live.amax(1))
 
 
 LAGGING = [

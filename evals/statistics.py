@@ -99,8 +99,6 @@ def loss_bound(lost: int, won: int, n: int) -> float:
     """
     z = float(stats.norm.ppf(CONFIDENCE))
     at = (lost - won) / n
-    if at >= 1.0:
-        return 1.0
     highest = 1.0 - 1e-12
     if float(_score(lost, won, n, highest)) > -z:
         return 1.0

@@ -150,15 +150,15 @@ def test_most_losses_that_pass():
     assert most_losses(100, 0, 0.02) == -1
 
 
-def test_non_inferiority_power_is_the_share_of_passing_tables():
+@pytest.mark.parametrize("loss", [0.0, 0.04])
+def test_non_inferiority_power_is_the_share_of_passing_tables(loss: float):
     n, churn, margin = 60, 0.1, 0.1
-    power = sum(
-        stats.multinomial.pmf((lost, won, n - lost - won), n, (churn / 2, churn / 2, 1 - churn))
-        for lost in range(n + 1)
-        for won in range(n + 1 - lost)
-        if shown_smaller(lost, won, n, margin)
-    )
-    assert round(non_inferiority_power(n, churn, margin), 10) == round(float(power), 10)
+    lost, won = _tables(n)
+    passing = _chance(lost, won, n, churn / 2 + loss, churn / 2)[shown_smaller(lost, won, n, margin)]
+    assert round(non_inferiority_power(n, churn, margin, loss), 10) == round(float(passing.sum()), 10)
+
+
+def test_non_inferiority_power_at_the_usual_size():
     assert [round(non_inferiority_power(1319, c, 0.02), 2) for c in (0, 0.05, 0.2)] == [1.0, 0.94, 0.49]
 
 
@@ -171,12 +171,27 @@ def test_non_inferiority_power_is_the_share_of_passing_tables():
         (Paired(both=900, lost=40, won=25, neither=354), 0.02, INCONCLUSIVE, "shows none"),
         (Paired(both=66, lost=0, won=0, neither=34), 0.02, INCONCLUSIVE, "no less than 2.63%"),
         (Paired(both=5, lost=1, won=0, neither=1313), 0.02, INCONCLUSIVE, "the baseline solves"),
+        (Paired(both=25, lost=0, won=0, neither=975), 0.025, INCONCLUSIVE, "the baseline solves"),
     ],
 )
 def test_decision(pair: Paired, margin: float, outcome: str, word: str):
     decision = decide(pair, margin)
     assert decision.outcome == outcome
     assert word in decision.reason
+
+
+def test_a_bound_that_is_the_margin_is_not_below_it():
+    pair = Paired(both=900, lost=10, won=10, neither=399)
+    bound = loss_bound(pair.lost, pair.won, pair.n)
+    assert decide(pair, bound).outcome == INCONCLUSIVE
+    assert decide(pair, math.nextafter(bound, 1.0)).outcome == PASS
+
+
+def test_churn_is_what_flips_in_excess_of_the_loss():
+    assert [Paired(both=80, lost=lost, won=won, neither=10).churn for lost, won in ((7, 3), (3, 7))] == [
+        0.06
+    ] * 2
+    assert Paired(both=90, lost=10, won=0, neither=0).churn == 0.0
 
 
 def test_decision_refuses_what_is_no_question():

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ pytest.importorskip("scipy", reason="the statistics of the gate need scipy")
 
 from evals.calibration import FORMATS, MOVED, parted
 from evals.model import Model, load
+from evals.parity import Comparison
 from evals.path import AttentionPath, attention_of
 from evals.planted import Planted, bugs, in_16_bits, right
+from evals.statistics import FAIL, INCONCLUSIVE, PASS, Paired, decide
 from evals.tiers import Text, defined, divergence, forced_logits, reference_logits, shadow
 from evals.trial import (
     CHECKPOINTS,
@@ -23,6 +26,8 @@ from evals.trial import (
     TURNED,
     Line,
     cost_of_format,
+    costs,
+    decided,
     limits,
     lines_of,
     measure,
@@ -252,6 +257,58 @@ def test_divergence_is_a_sum_of_squares_however_small_it_is():
     assert 0.0 < one < torch.finfo(torch.float64).eps
     assert 3.99 < two / one < 4.01
     assert divergence([logits], [logits]).max_kl == 0.0
+
+
+def test_an_order_that_changes_counts_only_where_one_token_stands_out():
+    """The second row's likeliest token is another one; the first row's two are too near to each other."""
+    want, got = torch.tensor([[1.0, 0.95], [2.0, 0.0]]), torch.tensor([[1.0, 0.5], [0.0, 2.0]])
+    assert divergence([want], [got]).top1 == 0.0
+    assert divergence([want], [want]).top1 == 1.0
+
+
+def lines(**shares: float) -> tuple[Line, ...]:
+    """A line of each tier, so many times its limit."""
+    return tuple(Line(tier=tier, measure="worst", found=share, limit=1.0) for tier, share in shares.items())
+
+
+def answered(baseline: int, lost: int) -> Comparison:
+    pair = Paired(both=baseline - lost, lost=lost, won=0, neither=1000 - baseline)
+    return Comparison(
+        filter="strict-match", pair=pair, decision=decide(pair, 0.05), text_equal=1.0, flips=()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "paired", "outcome", "reason"),
+    [
+        (lines(T1=0.5, T2=1.0), None, PASS, "T1 and T2 are within noise; T3 was left out"),
+        (lines(T1=2.0, T2=3.0), None, FAIL, "T2: worst is 3, at most 1 is noise; first at question 4"),
+        (lines(T1=4.0, T2=3.0), None, FAIL, "T1: worst is 4, at most 1 is noise; worst in layer 2"),
+        (lines(T1=2.0), answered(950, 0), FAIL, "T1: worst is 2, at most 1 is noise; worst in layer 2"),
+        (lines(T1=1.0), answered(950, 0), PASS, "T3: 95 % bound on the loss"),
+        (lines(T1=1.0), answered(950, 200), FAIL, "T3: 200 questions lost"),
+        (lines(T1=1.0), answered(900, 0), PASS, "T3: 95 % bound on the loss"),
+        (lines(T1=1.0), answered(899, 0), INCONCLUSIVE, "T3: the baseline solves 89.90%, a gate needs 90%"),
+    ],
+)
+def test_a_trial_fails_by_any_tier_and_passes_by_all(found, paired, outcome: str, reason: str):
+    said = decided(AttentionPath(), found, paired, "layer 2", "question 4")
+    assert said[0] == outcome
+    assert said[1].startswith(reason)
+
+
+def test_a_trial_without_limits_is_undecided():
+    unmeasured = (Line(tier="T1", measure="worst", found=9.0, limit=math.nan), *lines(T2=9.0))
+    said = decided(AttentionPath(dtype="float16", cache_format="bf16"), unmeasured, answered(950, 0), "")
+    assert said == (INCONCLUSIVE, "no noise was measured for float16 over a bf16 cache")
+
+
+def test_a_float32_cache_costs_nothing():
+    noise = measured_noise(MINI)
+    assert costs(noise, AttentionPath()) is None
+    assert costs(noise, AttentionPath(cache_format="bf16", dtype="float16")) is None
+    known = noise["cost"]["float32/bf16"]
+    assert costs(noise, AttentionPath(cache_format="bf16")) == {name: 3.0 * known[name] for name in known}
 
 
 def test_what_was_not_measured_has_no_limits():

@@ -7,16 +7,20 @@ Grid: (parts,), at most one program an SM. A program walks the items of its part
     eight warps  a warp owns one tile (the 128 channels under one scale) of half of a block's keys, as keys
                  and as values: two halves, each with a maximum, sums and an output of its own, merged at
                  the item's end
-        scores   Q[:, tile] · codes of its tile, times the keys' scales, and a quarter of the rope part; the
-                 partial scores of four tiles are added through shared memory, by every warp for itself
+        scores   Q[:, tile] · codes of its tile, times the keys' scales, and a quarter of the rope part:
+                 partial scores, which go through shared memory
+        softmax  a warp adds the partial scores of a quarter of its half's rows and makes their weights, and
+                 the factors of what came before; they go through shared memory to the half's four warps
         values   weights times the keys' scales, rounded to float16, by codes of its tile; where that does not
-             do, by bfloat16 in two parts
+                 do, by bfloat16 in two parts
 Codes become 16-bit numbers in registers, on the way into a product. One partition, not one for each half:
 what such a loop waits for are instructions, and so two warps of a scheduler run the same.
 
-Types: a code is exact in float16 and in bfloat16. A row's query in a tile is scaled by a power of two and
-rounded to float16, which changes no channel that is above 2⁻³⁰ of the largest. Scores, sums, weights and
-accumulators float32. Exponentials are base 2. The maximum is lazy, as in ``_gluon_decode_kernel``.
+Types: a code is exact in float16 and in bfloat16. A row's query in a tile, and the quarter of the rope part
+that goes with it, are scaled by a power of two, and the tile is rounded to float16, which changes no channel
+that is above 2⁻³⁰ of its largest and 2⁻⁷⁰ of the quarter's. Partial scores are in that unit, and finite there
+for scales up to 2⁹⁶. Scores, sums, weights and accumulators float32. Exponentials are base 2. The maximum is
+lazy, as in ``_gluon_decode_kernel``.
 
 float16 is two instructions from two codes where bfloat16 is five, and has eleven bits, but a range of forty
 binades. A weight is at most 2^SLACK. Scales are counted in an item's unit, a power of two, and a block that
@@ -137,7 +141,7 @@ def _float16_values(b_code):
 def _owned(b_x, L_4: gl.constexpr, L_S: gl.constexpr):
     """[2, N] of the halves as [8, N, 1], for every owner its half's."""
     b_x = gl.convert_layout(b_x, gl.SliceLayout(0, gl.SliceLayout(3, L_4)))
-    b_x = b_x[None, :, :] + gl.zeros([TILES, 2, N], gl.float32, gl.SliceLayout(3, L_4))
+    b_x = b_x[None, :, :] * gl.full([TILES, 2, N], 1.0, gl.float32, gl.SliceLayout(3, L_4))
     return gl.convert_layout(b_x.reshape([OWNERS, N]), gl.SliceLayout(2, L_S))[:, :, None]
 
 
@@ -195,7 +199,7 @@ def _producer(
     PAGE: gl.constexpr, TILED: gl.constexpr,
 ):  # fmt: skip
     """Copies blocks, each as soon as a place is free."""
-    s_codes, s_pes, s_scales, _s_part_0, _s_part_1, _s_output, _s_m, _s_l = buffers
+    s_codes, s_pes, s_scales, _s_part, _s_weight, _s_alpha, _s_unit, _s_output, _s_m, _s_l = buffers
     bar_block, bar_free = bars
     i_begin = gl.load(offsets + i_part)
     i_end = gl.load(offsets + i_part + 1)
@@ -219,7 +223,7 @@ def _producer(
 @gluon.jit
 def _query(q_nope, q_pe, stride_nope, stride_pe, row, num_rows, L_S: gl.constexpr, TILED: gl.constexpr):
     """An owner's tile and rope quarter of the query's rows, as operands, 0 past the request's end; and the
-    power of two [8, N] by which the tile is to be multiplied.
+    power of two [8, N] by which their products are to be multiplied.
 
     Channels come in the order in which ``_partial_scores`` finds them in codes.
     """
@@ -237,11 +241,7 @@ def _query(q_nope, q_pe, stride_nope, stride_pe, row, num_rows, L_S: gl.constexp
     p = q_nope + (row + o_row).to(gl.int64)[None, :, None] * stride_nope
     p = p + (o_tile * TILE)[:, None, None] + o_col[None, None, :]
     b_q = gl.load(p, mask=(o_row < num_rows)[None, :, None], other=0.0).to(gl.float32)
-    b_top = gl.maximum(gl.max(gl.maximum(b_q, -b_q), 2), 1e-30)
-    b_power = gl.log2(b_top).to(gl.int32).to(gl.float32) - 13.0  # the largest is below 2¹⁴ then
-    b_q = (b_q * gl.exp2(-b_power)[:, :, None]).to(gl.float16)
-    b_unit = gl.convert_layout(gl.exp2(b_power), gl.SliceLayout(2, L_S))
-    b_q = b_q.reshape([OWNERS, N, 4, 8, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([OWNERS, N, TILE])
+    b_top = gl.max(gl.maximum(b_q, -b_q), 2)
     o_row_pe = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, L_PE)))
     o_quarter = gl.arange(0, OWNERS, gl.SliceLayout(1, gl.SliceLayout(2, L_PE))) // 2
     o_col_pe = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, L_PE)))
@@ -249,15 +249,20 @@ def _query(q_nope, q_pe, stride_nope, stride_pe, row, num_rows, L_S: gl.constexp
         o_col_pe = (o_col_pe & 1) * 2 + (o_col_pe // 8) + (o_col_pe // 2 & 3) * 4
     p = q_pe + (row + o_row_pe).to(gl.int64)[None, :, None] * stride_pe
     p = p + (o_quarter * 16)[:, None, None] + o_col_pe[None, None, :]
-    b_q_pe = gl.load(p, mask=(o_row_pe < num_rows)[None, :, None], other=0.0)
-    return gl.convert_layout(b_q, gl.DotOperandLayout(0, L_S, 2)), b_q_pe, b_unit
+    b_q_pe = gl.load(p, mask=(o_row_pe < num_rows)[None, :, None], other=0.0).to(gl.float32)
+    b_top_pe = gl.convert_layout(gl.max(gl.maximum(b_q_pe, -b_q_pe), 2), gl.SliceLayout(2, L))
+    b_top = gl.maximum(gl.maximum(b_top, b_top_pe * 2.0**-40), 1e-30)  # the rope part's is below 2⁵⁵ then
+    b_power = gl.log2(b_top).to(gl.int32).to(gl.float32) - 13.0  # the largest is below 2¹⁴ then
+    b_q = (b_q * gl.exp2(-b_power)[:, :, None]).to(gl.float16)
+    b_power = gl.convert_layout(b_power, gl.SliceLayout(2, L_PE))
+    b_q_pe = (b_q_pe * gl.exp2(-b_power)[:, :, None]).to(gl.bfloat16)
+    b_q = b_q.reshape([OWNERS, N, 4, 8, 2, 2]).permute((0, 1, 3, 4, 2, 5)).reshape([OWNERS, N, TILE])
+    return gl.convert_layout(b_q, gl.DotOperandLayout(0, L_S, 2)), b_q_pe, gl.exp2(b_power)
 
 
 @gluon.jit
-def _partial_scores(
-    b_q, b_q_pe, b_unit, s_code, s_pe, b_scale, FIRST: gl.constexpr, L_S: gl.constexpr, TILED: gl.constexpr
-):
-    """[8, N, 16]: what each tile, and each quarter of the rope part, adds to the scores of a chunk's keys."""
+def _load_keys(s_code, s_pe, FIRST: gl.constexpr, TILED: gl.constexpr):
+    """Codes of a chunk's keys, and their rope part."""
     L: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 8, 0]],
         [[0, 0, 32], [0, 0, 64], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
@@ -265,40 +270,80 @@ def _partial_scores(
         [],
         [4, 32, 128],
     )
+    L_PE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [0, 16], [0, 32]], [], [32, 64],
+    ) if TILED else gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [0, 16], [0, 32]], [], [32, 64],
+    )  # fmt: skip
+    return s_code.slice(FIRST, CHUNK, dim=1).load(L), s_pe.slice(FIRST, CHUNK, dim=0).load(L_PE)
+
+
+@gluon.jit
+def _partial_scores(operands, keys, b_scale, L_S: gl.constexpr, TILED: gl.constexpr):
+    """[8, N, 16]: what each tile, and each quarter of the rope part, adds to the scores of a chunk's keys."""
     L_K: gl.constexpr = gl.DotOperandLayout(1, L_S, 2)
-    s_code = s_code.slice(FIRST, CHUNK, dim=1)
-    s_pe = s_pe.slice(FIRST, CHUNK, dim=0)
-    b_k = _keys(s_code.load(L)).reshape([TILES, 2, 16, 4, 8, 2, 2]).permute((0, 1, 4, 5, 3, 6, 2))
+    b_q, b_q_pe = operands
+    b_code, b_rope = keys
+    b_k = _keys(b_code).reshape([TILES, 2, 16, 4, 8, 2, 2]).permute((0, 1, 4, 5, 3, 6, 2))
     b_k = b_k.reshape([OWNERS, TILE, 16])
     b_s = mma_v2(b_q, gl.convert_layout(b_k, L_K), gl.zeros([OWNERS, N, 16], gl.float32, L_S))
-    b_s = b_s * b_unit[:, :, None]
     if TILED:
-        L_PE: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 8], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [0, 16], [0, 32]], [], [32, 64],
-        )  # fmt: skip
-        b_k_pe = s_pe.load(L_PE).reshape([2, 16, 4, 16]).permute((2, 0, 3, 1)).reshape([OWNERS, 16, 16])
+        b_k_pe = b_rope.reshape([2, 16, 4, 16]).permute((2, 0, 3, 1)).reshape([OWNERS, 16, 16])
         b_s = b_s * gl.convert_layout(b_scale.reshape([OWNERS, 16]), gl.SliceLayout(1, L_S))[:, None, :]
         return mma_v2(b_q_pe, gl.convert_layout(b_k_pe, L_K), b_s)
     else:  # noqa: RET505 (a branch that is decided at compile time needs its else)
-        L_CODE: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [0, 16], [0, 32]], [], [32, 64],
-        )  # fmt: skip
-        b_k_pe = _rope_keys(s_pe.load(L_CODE)).reshape([2, 16, 4, 4, 2, 2]).permute((2, 0, 4, 3, 5, 1))
+        b_k_pe = _rope_keys(b_rope).reshape([2, 16, 4, 4, 2, 2]).permute((2, 0, 4, 3, 5, 1))
         return mma_v2(b_q_pe, gl.convert_layout(b_k_pe.reshape([OWNERS, 16, 16]), L_K), b_s)
 
 
 @gluon.jit
-def _store_partial(s_part, b_s):
-    """A chunk's partial scores, a thread's four side by side."""
-    b_s = b_s.reshape([OWNERS, 2, 8, 2, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([OWNERS, 2, 32, 4])
-    s_part.store(b_s)
+def _store_partial(s_part, b_s_0, b_s_1):
+    """A block's partial scores, two chunks of [8, N, 16], a thread's four of a row side by side."""
+    b_s = gl.join(b_s_0, b_s_1).reshape([TILES, 2, 2, 8, 2, 4, 2, 2]).permute((0, 1, 7, 2, 3, 5, 4, 6))
+    s_part.store(b_s.reshape([TILES, 2, 2, 2, 32, 4]))
 
 
 @gluon.jit
-def _added(s_part, L_4: gl.constexpr):
-    """[2, N, 16]: a chunk's scores, the same in the four owners of a half."""
+def _partial(s_tile, L_P: gl.constexpr):
+    """[2, N, 32]: a tile's partial scores."""
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]],
+        [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 0, 4, 0], [0, 0, 0, 8, 0], [0, 1, 0, 0, 0]],
+        [[1, 0, 0, 0, 0], [0, 0, 0, 16, 0], [0, 0, 1, 0, 0]],
+        [],
+        [2, 2, 2, 32, 4],
+    )
+    # Bits: half; chunk; row 3, 2-0; key 2-1, 3, 0.
+    b_s = s_tile.load(L).reshape([2, 2, 2, 8, 4, 2, 2]).permute((0, 2, 3, 1, 5, 4, 6)).reshape([2, N, 32])
+    return gl.convert_layout(b_s, L_P)
+
+
+@gluon.jit
+def _scores(s_part, units, L_P: gl.constexpr):
+    """[2, N, 32]: a block's scores: the sum of partial ones, each in the unit of its row and tile."""
+    s_tiles = s_part._reinterpret(
+        gl.float32, [TILES, 2, 2, 2, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+    )
+    unit_0, unit_1, unit_2, unit_3 = units
+    b_s = _partial(s_tiles.index(0), L_P) * unit_0[:, :, None]
+    b_s += _partial(s_tiles.index(1), L_P) * unit_1[:, :, None]
+    b_s += _partial(s_tiles.index(2), L_P) * unit_2[:, :, None]
+    b_s += _partial(s_tiles.index(3), L_P) * unit_3[:, :, None]
+    return b_s
+
+
+@gluon.jit
+def _store_weights(s_weight, b_p):
+    """A block's weights [2, N, 32], in the order of partial scores."""
+    b_p = b_p.reshape([2, 2, 8, 2, 2, 4, 2]).permute((3, 0, 1, 2, 5, 4, 6)).reshape([2, 2, 2, 32, 4])
+    s_weight.store(b_p)
+
+
+@gluon.jit
+def _load_weights(s_weight, CHUNK_AT: gl.constexpr, L_4: gl.constexpr):
+    """[2, N, 16]: a chunk's weights, the same in the four owners of a half."""
     L: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 1, 0, 0]],
         [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], [0, 0, 16, 0]],
@@ -306,18 +351,38 @@ def _added(s_part, L_4: gl.constexpr):
         [],
         [2, 2, 32, 4],
     )
-    s_tiles = s_part._reinterpret(
-        gl.float32, [TILES, 2, 2, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    s_chunks = s_weight._reinterpret(
+        gl.float32, [2, 2, 2, 32, 4], gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     )
-    b_s = s_tiles.index(0).load(L) + s_tiles.index(1).load(L)
-    b_s += s_tiles.index(2).load(L) + s_tiles.index(3).load(L)
-    b_s = b_s.reshape([2, 2, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5)).reshape([2, N, 16])
-    return gl.convert_layout(b_s, gl.SliceLayout(0, L_4))
+    b_p = s_chunks.index(CHUNK_AT).load(L).reshape([2, 2, 8, 4, 2, 2]).permute((0, 1, 2, 4, 3, 5))
+    return gl.convert_layout(b_p.reshape([2, N, 16]), gl.SliceLayout(0, L_4))
 
 
 @gluon.jit
-def _weighted(b_p, b_scale, s_code, FIRST: gl.constexpr, b_o, L_S: gl.constexpr, FLOAT16: gl.constexpr):
-    """b_o + weights [2, N, 16] of a chunk's keys, times their scales [4, 2, 16], · values."""
+def _sums(b_p, L_SUM: gl.constexpr):
+    """[2, N, 8]: what each of a row's threads has of its weights."""
+    b_p = b_p.reshape([2, N, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)).reshape([2, N, 8, 4])
+    return gl.sum(gl.convert_layout(b_p, L_SUM), 3)
+
+
+@gluon.jit
+def _row_maximum(b_s, L_P: gl.constexpr):
+    """[2, N]: the largest of [2, N, 32]."""
+    # In two steps: Triton shuffles lanes that follow each other, and those of a row's chunks do not.
+    b_top = gl.max(gl.max(b_s.reshape([2, N, 2, 16]), 3), 2)
+    return gl.convert_layout(b_top, gl.SliceLayout(2, L_P))
+
+
+@gluon.jit
+def _row_sum(b_l, L_P: gl.constexpr):
+    """[2, N]: the sums of [2, N, 8], in the same two steps."""
+    b_l = gl.sum(gl.sum(b_l.reshape([2, N, 2, 4]), 3), 2)
+    return gl.convert_layout(b_l, gl.SliceLayout(2, L_P))
+
+
+@gluon.jit
+def _load_values(s_code, FIRST: gl.constexpr):
+    """Codes of a chunk's values."""
     L: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 0, 4], [0, 0, 8], [0, 8, 0]],
         [[0, 2, 0], [0, 4, 0], [0, 0, 16], [0, 0, 32], [0, 0, 64]],
@@ -325,9 +390,14 @@ def _weighted(b_p, b_scale, s_code, FIRST: gl.constexpr, b_o, L_S: gl.constexpr,
         [],
         [4, 32, 128],
     )
+    return s_code.slice(FIRST, CHUNK, dim=1).load(L)
+
+
+@gluon.jit
+def _weighted(b_p, b_scale, b_code, b_o, L_S: gl.constexpr, FLOAT16: gl.constexpr):
+    """b_o + weights [2, N, 16] of a chunk's keys, times their scales [4, 2, 16], · values."""
     L_W: gl.constexpr = gl.DotOperandLayout(0, L_S, 2)
     b_w = (b_p[None, :, :, :] * b_scale[:, :, None, :]).reshape([OWNERS, N, 16])
-    b_code = s_code.slice(FIRST, CHUNK, dim=1).load(L)
     b_v = _float16_values(b_code) if FLOAT16 else _values(b_code)
     # Bits: half; key 3-1, 0; channel 6-4, 3-2, 1, 0. At (key 0, channel 1, 0) lies (channel 1, 0, key 0).
     b_v = (
@@ -347,20 +417,15 @@ def _weighted(b_p, b_scale, s_code, FIRST: gl.constexpr, b_o, L_S: gl.constexpr,
 
 @gluon.jit
 def _turn(
-    operands, s_code, s_next_code, s_next_pe, b_s_0, b_s_1, b_m, b_scale_0, b_scale_1, next_scale_1, b_o,
-    scale_log2, per_unit, L_S: gl.constexpr, TILED: gl.constexpr, FLOAT16: gl.constexpr,
+    operands, b_code_0, s_code, s_next_code, s_next_pe, b_p_0, b_p_1, b_scale_0, b_scale_1, next_scale_1, b_o,
+    L_S: gl.constexpr, TILED: gl.constexpr, FLOAT16: gl.constexpr,
 ):  # fmt: skip
-    """Sums of a block's weights, the output with its values, and the second partial scores of the next."""
-    b_q, b_q_pe, b_unit = operands
-    b_p_0 = gl.exp2(b_s_0 * scale_log2 - b_m[:, :, None])
-    b_p_1 = gl.exp2(b_s_1 * scale_log2 - b_m[:, :, None])
-    b_l = gl.sum(b_p_0 + b_p_1, 2)
-    if TILED:
-        b_scale_0 = b_scale_0 * per_unit
-        b_scale_1 = b_scale_1 * per_unit
-    b_o = _weighted(b_p_0, b_scale_0, s_code, 0, b_o, L_S, FLOAT16)
-    b_next_1 = _partial_scores(b_q, b_q_pe, b_unit, s_next_code, s_next_pe, next_scale_1, CHUNK, L_S, TILED)
-    return b_l, _weighted(b_p_1, b_scale_1, s_code, CHUNK, b_o, L_S, FLOAT16), b_next_1
+    """The output with a block's values, and the second partial scores of the next."""
+    b_o = _weighted(b_p_0, b_scale_0, b_code_0, b_o, L_S, FLOAT16)
+    b_code_1 = _load_values(s_code, CHUNK)
+    next_keys = _load_keys(s_next_code, s_next_pe, CHUNK, TILED)
+    b_next_1 = _partial_scores(operands, next_keys, next_scale_1, L_S, TILED)
+    return _weighted(b_p_1, b_scale_1, b_code_1, b_o, L_S, FLOAT16), b_next_1
 
 
 @gluon.jit
@@ -412,12 +477,13 @@ def _fits(s_scale, unit_exponent):
 
 @gluon.jit
 def _masked(b_s, i_key, items, i_item, H):
-    """Scores of a chunk's keys, the first i_key, -inf where a row does not see a key."""
+    """Scores of a block's keys, the first i_key, -inf where a row does not see a key."""
     L: gl.constexpr = b_s.type.layout
     o_row = gl.load(items + i_item * FIELDS + 7) + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, L)))
     b_limit = _visible(items, i_item) + o_row // H
     o_half = i_key + 16 * gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    o_key = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    o_key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    o_key = o_key + o_key // 16 * 16  # a chunk's 16 of this half, then the other's
     m_seen = o_half[:, None, None] + o_key[None, None, :] < b_limit[None, :, None]
     return gl.where(m_seen, b_s, float("-inf"))
 
@@ -491,7 +557,7 @@ def _attend(
     scale_log2, TILED: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights and output of all items."""
-    s_codes, s_pes, s_scales, s_part_0, s_part_1, s_output, s_m, s_l = buffers
+    s_codes, s_pes, s_scales, s_part, s_weight, s_alpha, s_unit, s_output, s_m, s_l = buffers
     bar_block, bar_free = bars
     out, lse, partial_out, partial_lse = results
     L_S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8])
@@ -504,7 +570,23 @@ def _attend(
         [4, 2, 16, 16],
     )
     L_ROW: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(0, L_4))
+    # Of the softmax: a half's owners take four rows each, a row's eight threads four keys each.
+    L_P: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 8]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 0, 16]],
+        [[1, 0, 0], [0, 4, 0], [0, 8, 0]],
+        [],
+        [2, 16, 32],
+    )
+    L_SUM: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2]],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 4, 0]],
+        [[1, 0, 0, 0], [0, 4, 0, 0], [0, 8, 0, 0]],
+        [],
+        [2, 16, 8, 4],
+    )
     L_ONE: gl.constexpr = gl.SliceLayout(0, L_ROW)
+    L_SOFTMAX: gl.constexpr = gl.SliceLayout(2, L_P)
     unit = 1.0
     if not TILED:
         unit = gl.load(kv_scale)
@@ -519,9 +601,14 @@ def _attend(
         b_q, b_q_pe, b_unit = _query(
             q_nope, q_pe, stride_nope, stride_pe, row, gl.load(items + i_item * FIELDS + 5), L_S, TILED
         )
-        operands = (b_q, b_q_pe, b_unit)
-        b_m = gl.full([2, N], LOWEST, gl.float32, L_ROW)
-        b_l = gl.full([2, N], 0.0, gl.float32, L_ROW)
+        operands = (b_q, b_q_pe)
+        s_unit.store(b_unit)
+        s_unit_of = s_unit._reinterpret(gl.float32, [TILES, 2, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        unit_0, unit_1 = s_unit_of.index(0).load(L_SOFTMAX), s_unit_of.index(1).load(L_SOFTMAX)
+        unit_2, unit_3 = s_unit_of.index(2).load(L_SOFTMAX), s_unit_of.index(3).load(L_SOFTMAX)
+        units = (unit_0, unit_1, unit_2, unit_3)
+        b_m = gl.full([2, N], LOWEST, gl.float32, L_SOFTMAX)
+        b_l = gl.full([2, N, 8], 0.0, gl.float32, gl.SliceLayout(3, L_SUM))
         b_o = gl.zeros([OWNERS, N, TILE], gl.float32, L_S)
         # The scores of a block are begun under the softmax and the values of the one before.
         i_at = i_copy & (PLACES - 1)
@@ -532,61 +619,59 @@ def _attend(
             fits = _fits(s_scales.index(i_at), unit_exponent)
             scale_unit, per_unit = gl.exp2(unit_exponent * 1.0), gl.exp2(unit_exponent * -1.0)
         b_scale_0, b_scale_1 = _block_scales(s_scales.index(i_at), L_4, TILED)
-        b_next_0 = _partial_scores(
-            b_q, b_q_pe, b_unit, s_codes.index(i_at), s_pes.index(i_at), b_scale_0, 0, L_S, TILED
-        )
-        b_next_1 = _partial_scores(
-            b_q, b_q_pe, b_unit, s_codes.index(i_at), s_pes.index(i_at), b_scale_1, CHUNK, L_S, TILED
-        )
-        _store_partial(s_part_0, b_next_0)
-        _store_partial(s_part_1, b_next_1)
+        keys_0 = _load_keys(s_codes.index(i_at), s_pes.index(i_at), 0, TILED)
+        b_next_0 = _partial_scores(operands, keys_0, b_scale_0, L_S, TILED)
+        keys_1 = _load_keys(s_codes.index(i_at), s_pes.index(i_at), CHUNK, TILED)
+        b_next_1 = _partial_scores(operands, keys_1, b_scale_1, L_S, TILED)
+        _store_partial(s_part, b_next_0, b_next_1)
         for i in range(first, last):
             i_next = (i_copy + 1) & (PLACES - 1)
             mbarrier.wait(bar_block.index(i_next), ((i_copy + 1) // PLACES) & 1, pred=i + 1 < last)
-            b_s_0 = _added(s_part_0, L_4)
-            b_s_1 = _added(s_part_1, L_4)
+            b_s = _scores(s_part, units, L_P)
             takes_float16 = i * BLOCK + BLOCK <= visible
             if TILED:
                 takes_float16 = takes_float16 & fits
                 fits = _fits(s_scales.index(i_next), unit_exponent)
             c_scale_0, c_scale_1 = _block_scales(s_scales.index(i_next), L_4, TILED)
-            b_next_0 = _partial_scores(
-                b_q, b_q_pe, b_unit, s_codes.index(i_next), s_pes.index(i_next), c_scale_0, 0, L_S, TILED
-            )
+            next_keys = _load_keys(s_codes.index(i_next), s_pes.index(i_next), 0, TILED)
             if i * BLOCK + BLOCK > visible:
-                b_s_0 = _masked(b_s_0, i * BLOCK, items, i_item, H)
-                b_s_1 = _masked(b_s_1, i * BLOCK + CHUNK, items, i_item, H)
+                b_s = _masked(b_s, i * BLOCK, items, i_item, H)
                 if TILED:
                     b_scale_0 = _live_scales(b_scale_0, i * BLOCK, items, i_item)
                     b_scale_1 = _live_scales(b_scale_1, i * BLOCK + CHUNK, items, i_item)
-            b_top = gl.max(gl.maximum(b_s_0, b_s_1), 2) * scale_log2
+            b_top = _row_maximum(b_s, L_P) * scale_log2
             b_before = b_m
             b_m = gl.where(b_top > b_m + SLACK, b_top, b_m)
             b_alpha = gl.exp2(b_before - b_m)
-            b_o = _rescaled(b_o, _owned(b_alpha, L_4, L_S))
-            # Each branch has the next scores, too: they run under the products of the values.
+            b_p = gl.exp2(b_s * scale_log2 - b_m[:, :, None])
+            _store_weights(s_weight, b_p * per_unit if TILED else b_p)
+            s_alpha.store(b_alpha)
+            b_alpha = gl.convert_layout(b_alpha, gl.SliceLayout(2, gl.SliceLayout(3, L_SUM)))
+            b_l = b_l * b_alpha[:, :, None] + _sums(b_p, L_SUM)
+            # The next scores run under the softmax and under the products of the values, in either branch.
+            b_next_0 = _partial_scores(operands, next_keys, c_scale_0, L_S, TILED)
+            b_code_0 = _load_values(s_codes.index(i_at), 0)
+            b_p_0 = _load_weights(s_weight, 0, L_4)
+            b_p_1 = _load_weights(s_weight, 1, L_4)
+            b_o = _rescaled(b_o, _owned(s_alpha.load(L_ROW), L_4, L_S))
             if takes_float16:
-                b_sum, b_o, b_next_1 = _turn(
-                    operands, s_codes.index(i_at), s_codes.index(i_next), s_pes.index(i_next),
-                    b_s_0, b_s_1, b_m, b_scale_0, b_scale_1, c_scale_1, b_o, scale_log2, per_unit,
-                    L_S, TILED, True,
+                b_o, b_next_1 = _turn(
+                    operands, b_code_0, s_codes.index(i_at), s_codes.index(i_next), s_pes.index(i_next),
+                    b_p_0, b_p_1, b_scale_0, b_scale_1, c_scale_1, b_o, L_S, TILED, True,
                 )  # fmt: skip
             else:
-                b_sum, b_o, b_next_1 = _turn(
-                    operands, s_codes.index(i_at), s_codes.index(i_next), s_pes.index(i_next),
-                    b_s_0, b_s_1, b_m, b_scale_0, b_scale_1, c_scale_1, b_o, scale_log2, per_unit,
-                    L_S, TILED, False,
+                b_o, b_next_1 = _turn(
+                    operands, b_code_0, s_codes.index(i_at), s_codes.index(i_next), s_pes.index(i_next),
+                    b_p_0, b_p_1, b_scale_0, b_scale_1, c_scale_1, b_o, L_S, TILED, False,
                 )  # fmt: skip
-            b_l = b_l * b_alpha + b_sum
             async_copy.mbarrier_arrive(bar_free.index(i_at), increment_count=False)
-            _store_partial(s_part_0, b_next_0)
-            _store_partial(s_part_1, b_next_1)
+            _store_partial(s_part, b_next_0, b_next_1)
             b_scale_0 = c_scale_0
             b_scale_1 = c_scale_1
             i_at = i_next
             i_copy += 1
         s_m.store(b_m)
-        s_l.store(b_l)
+        s_l.store(_row_sum(b_l, L_P))
         s_m_of = s_m._reinterpret(gl.float32, [2, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         s_l_of = s_l._reinterpret(gl.float32, [2, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         b_m_0 = s_m_of.index(0).load(L_ONE)
@@ -596,7 +681,7 @@ def _attend(
         b_sum += s_l_of.index(1).load(L_ONE) * gl.exp2(b_m_1 - b_top)
         b_lse = gl.where(b_sum == 0.0, float("-inf"), b_top + gl.log2(b_sum))
         b_one = unit * scale_unit / gl.where(b_sum == 0.0, 1.0, b_sum)
-        b_o = b_o * _owned(gl.exp2(b_m - b_top[None, :]) * b_one[None, :], L_4, L_S)
+        b_o = b_o * _owned(gl.exp2(s_m.load(L_ROW) - b_top[None, :]) * b_one[None, :], L_4, L_S)
         slot = gl.load(items + i_item * FIELDS + 3)
         num_rows = _opaque(gl.load(items + i_item * FIELDS + 5))
         o_row = gl.arange(0, N, L_ONE)
@@ -631,12 +716,14 @@ def mla_decode_few_kernel(
     L_BAR: gl.constexpr = mbarrier.MBarrierLayout()
     L_2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     L_5: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
-    L_4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    L_6: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
     s_codes = gl.allocate_shared_memory(gl.uint8, [PLACES, TILES, BLOCK, TILE], L_CODE)
     s_pes = gl.allocate_shared_memory(T_ROPE, [PLACES, BLOCK, ROPE], L_ROPE)
     s_scales = gl.allocate_shared_memory(gl.float32, [PLACES, BLOCK, TILES], L_2)
-    s_part_0 = gl.allocate_shared_memory(gl.float32, [OWNERS, 2, 32, 4], L_4)
-    s_part_1 = gl.allocate_shared_memory(gl.float32, [OWNERS, 2, 32, 4], L_4)
+    s_part = gl.allocate_shared_memory(gl.float32, [TILES, 2, 2, 2, 32, 4], L_6)
+    s_weight = gl.allocate_shared_memory(gl.float32, [2, 2, 2, 32, 4], L_5)
+    s_alpha = gl.allocate_shared_memory(gl.float32, [2, N], L_2)
+    s_unit = gl.allocate_shared_memory(gl.float32, [OWNERS, N], L_2)
     s_output = gl.allocate_shared_memory(gl.float32, [2, TILES, 4, 32, 4], L_5)
     s_m = gl.allocate_shared_memory(gl.float32, [2, N], L_2)
     s_l = gl.allocate_shared_memory(gl.float32, [2, N], L_2)
@@ -647,7 +734,7 @@ def mla_decode_few_kernel(
         mbarrier.init(bar_free.index(j), count=32 * OWNERS)
     fence_async_shared()
     gdc_wait()
-    buffers = (s_codes, s_pes, s_scales, s_part_0, s_part_1, s_output, s_m, s_l)
+    buffers = (s_codes, s_pes, s_scales, s_part, s_weight, s_alpha, s_unit, s_output, s_m, s_l)
     bars = (bar_block, bar_free)
     results = (out, lse, partial_out, partial_lse)
     gl.warp_specialize(

@@ -38,6 +38,7 @@ class Loop(NamedTuple):
     local_loads: int
     local_stores: int
     expansions: int
+    barriers: int
 
 
 def loops(cubin: bytes) -> list[Loop]:
@@ -54,7 +55,7 @@ def loops(cubin: bytes) -> list[Loop]:
         branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         if branch and int(branch[1], 16) < address:
             body = [t for a, t in code if int(branch[1], 16) <= a <= address]
-            of = ("HGMMA", "UTMALDG", r"\bLDL", r"\bSTL", r"F2FP\.F16\.E4M3")
+            of = ("HGMMA", "UTMALDG", r"\bLDL", r"\bSTL", r"F2FP\.F16\.E4M3", r"BAR\.SYNC")
             count = [sum(bool(re.search(p, t)) for t in body) for p in of]
             found.append(Loop(len(body), *count))
     return sorted(found)
@@ -68,6 +69,27 @@ def complaints(ptx: str) -> list[str]:
         command = [PTXAS, "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+
+
+def scattered(ttgir: str) -> list[str]:
+    """Reductions over lanes that do not follow each other: Triton shuffles as if they did, without a word."""
+    lanes = {
+        name: json.loads(bases)
+        for name, bases in re.findall(r"^(#linear\d*) = .*?lane = (\[.*?\]), warp", ttgir, re.M)
+    }
+    found = []
+    reduction = re.compile(r'"tt\.reduce".*?<\{axis = (\d+) : i32\}>.*?\}\) : \((tensor<.*?>)\) -> ', re.S)
+    for axis, operand in reduction.findall(ttgir):
+        parent = re.search(r"#linear\d*", operand)
+        if parent is None:
+            continue
+        dims = list(range(len(lanes[parent[0]][0])))
+        for dim in re.findall(r"dim = (\d+)", operand)[::-1]:  # the innermost slice is the parent's
+            del dims[int(dim)]
+        along = "".join("x" if lane[dims[int(axis)]] else "." for lane in lanes[parent[0]])
+        if "." in along.strip("."):
+            found.append(f"axis {axis} of {operand}: lanes {along}")
+    return found
 
 
 def compile_all(name: str, heads: int, block_size: int, fmt: str) -> None:
@@ -102,6 +124,7 @@ def compile_all(name: str, heads: int, block_size: int, fmt: str) -> None:
         line |= usage(kernel.asm["cubin"])
         if kernel_name.startswith("mla_decode"):
             line |= {"loops": loops(kernel.asm["cubin"]), "complaints": complaints(kernel.asm["ptx"])}
+            line["scattered"] = scattered(kernel.asm["ttgir"])
         sys.stdout.write(json.dumps(line) + "\n")
 
 

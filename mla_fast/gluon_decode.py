@@ -183,7 +183,7 @@ def attend(
             maxnreg=168,
             launch_pdl=True,
         )
-    return merged(schedule, results)
+    return merged(schedule, results, drop=schedule.lanes == 1)  # up to 64 rows memory is the bound
 
 
 def empty_results(schedule: Plan, ql_nope: torch.Tensor) -> Results:
@@ -198,8 +198,11 @@ def empty_results(schedule: Plan, ql_nope: torch.Tensor) -> Results:
     )
 
 
-def merged(schedule: Plan, results: Results) -> AttentionOutput:
-    """The output, once the partial results of split tiles are merged into it."""
+def merged(schedule: Plan, results: Results, drop: bool = False) -> AttentionOutput:
+    """The output, once the partial results of split tiles are merged into it.
+
+    drop: where rows are many, partial results never reach memory; for kernels that memory bounds.
+    """
     from mla_fast._gluon_merge_kernel import COLUMNS, ROWS, merge_rows_kernel
     from mla_fast._split_schedule import MERGE_FIELDS, merge_kernel
 
@@ -213,8 +216,9 @@ def merged(schedule: Plan, results: Results) -> AttentionOutput:
                 *arguments, LATENT, FEW_COLUMNS, span, 128, num_warps=4, launch_pdl=True
             )
         elif max_rows:
+            registers = 64 if drop else None  # as many as it takes without: four on a multiprocessor
             merge_rows_kernel[(MERGE_PROGRAMS, LATENT // COLUMNS.value)](
-                *arguments, span, num_warps=ROWS.value, launch_pdl=True
+                *arguments, span, drop, num_warps=ROWS.value, maxnreg=registers, launch_pdl=True
             )
     return AttentionOutput(results.out, results.lse)
 

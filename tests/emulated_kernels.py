@@ -4,7 +4,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from gluon_emulator import Emulated
+from gluon_emulator import Emulated, discarded
 
 from mla_fast import _gluon_merge_kernel, _split_schedule, gluon_decode
 from mla_ref.backend import Backend
@@ -15,6 +15,7 @@ from oracles.verdict import FAIL, PASS
 from oracles.verify import judge
 
 NUM_SMS = 6
+MERGE_ASM = {"_discard": discarded}
 LAYOUT = ("entry_align", "block_gap", "offset")
 
 
@@ -64,7 +65,7 @@ def emulate_decode(
     monkeypatch.setattr(module, name, Emulated(source, name, asm))
     for around in ("schedule_kernel", "fixed_schedule_kernel", "merge_kernel"):
         monkeypatch.setattr(_split_schedule, around, Emulated(_split_schedule, around))
-    merging = Emulated(_gluon_merge_kernel, "merge_rows_kernel")
+    merging = Emulated(_gluon_merge_kernel, "merge_rows_kernel", MERGE_ASM)
     monkeypatch.setattr(_gluon_merge_kernel, "merge_rows_kernel", merging)
     monkeypatch.setattr(gluon_decode, "MERGE_PROGRAMS", 3)
     monkeypatch.setattr(gluon_decode, "plan", lambda *a, **k: gluon_decode.plan_for(NUM_SMS, *a, **k))

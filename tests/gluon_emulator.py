@@ -156,6 +156,13 @@ def _atomic_add(p, value):
     return old
 
 
+def discarded(p_line, m):
+    """What these lines of 32 floats hold becomes NaN."""
+    lines = np.broadcast_to(np.asarray(p_line.offset), np.shape(m))[np.asarray(m)]
+    assert (lines % 32 == 0).all(), "not the beginning of a line"
+    p_line.memory[torch.from_numpy((lines[:, None] + np.arange(32)).ravel())] = np.nan
+
+
 class Shared:
     """A view of shared memory."""
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from emulated_kernels import MERGE_ASM
 from gluon_emulator import Emulated, edited
 
 from mla_fast import _gluon_merge_kernel
@@ -63,13 +64,16 @@ def split(span: int, seed: int) -> Split:
     return Split(part, part_lse, torch.tensor(merges, dtype=torch.int32), out, lse)
 
 
-def merged(module: ModuleType, parts: Split, span: int) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(
+    module: ModuleType, parts: Split, span: int, drop: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.full_like(parts.out, math.nan), torch.full_like(parts.lse, math.nan)
     num_merges = torch.tensor([parts.merges.numel() // MERGE_FIELDS], dtype=torch.int32)
+    grid = PROGRAMS, C // _gluon_merge_kernel.COLUMNS.value
     with np.errstate(all="ignore"):
-        Emulated(module, "merge_rows_kernel")[(PROGRAMS, C // _gluon_merge_kernel.COLUMNS.value)](
+        Emulated(module, "merge_rows_kernel", MERGE_ASM)[grid](
             out, lse, parts.partial_out.flatten(), parts.partial_lse.flatten(), parts.merges.flatten(),
-            num_merges, span,
+            num_merges, span, drop,
         )  # fmt: skip
     return out, lse
 
@@ -89,6 +93,19 @@ def test_every_row_of_every_split_tile(span: int, seed: int) -> None:
     assert same(merged(_gluon_merge_kernel, parts, span), parts)
 
 
+@pytest.mark.parametrize("drop", [True, False])
+def test_partial_results_are_dropped_and_no_others(drop: bool, seed: int) -> None:
+    parts = split(64, seed)
+    others = parts.partial_out[-1].fill_(1.0)
+    before = parts.partial_out.clone()
+    merged(_gluon_merge_kernel, parts, 64, drop)
+    if drop:
+        assert parts.partial_out[:-1].isnan().all()
+    else:
+        assert torch.equal(parts.partial_out.nan_to_num(9.0), before.nan_to_num(9.0))
+    assert torch.equal(others, torch.ones_like(others))
+
+
 PLANTED = {
     "a_piece_more": ("j + o_piece < num_slots", "j + o_piece <= num_slots"),
     "pieces_of_the_first_round_again": ("(slot + j + o_piece)", "(slot + o_piece)"),
@@ -100,6 +117,8 @@ PLANTED = {
     "empty_rounds_subtracted": ('gl.where(b_new == float("-inf"), 0.0, b_new)', "b_new"),
     "rows_of_the_next_request": ("mask=(o_row < num_rows)[:, None]", "mask=(o_row < SPAN)[:, None]"),
     "every_program_the_same_rows": ("gl.program_id(0) * ROWS", "0 * ROWS"),
+    "drops_a_piece_more": ("j + o_part < num_slots", "j + o_part <= num_slots"),
+    "drops_the_other_half": ("i_column + LINE * gl", "COLUMNS - i_column + LINE * gl"),
 }  # fmt: skip
 
 

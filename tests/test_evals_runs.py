@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,14 @@ def test_runs_of_two_models_in_one_folder_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="holds runs of gsm8k in 2 folders, name one: first, model"):
         load(tmp_path / "out", "gsm8k")
     assert load(tmp_path / "out" / "first", "gsm8k").path.parent.name == "first"
+
+
+def test_the_filter_that_decides_is_the_one_that_is_named(tmp_path: Path):
+    run = load(_write(tmp_path / "a", BASE), "gsm8k")
+    alone = replace(run, answers={FILTERS[0]: run.answers[FILTERS[0]]})
+    assert deciding(alone) == deciding(alone, FILTERS[0]) == deciding(run, FILTERS[0]) == FILTERS[0]
+    with pytest.raises(ValueError, match=f"filter '{FILTERS[1]}' is not one of {FILTERS[0]}"):
+        deciding(alone, FILTERS[1])
 
 
 def test_results_without_a_date_are_named_one_by_one(tmp_path: Path):

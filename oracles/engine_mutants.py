@@ -46,6 +46,7 @@ from oracles.mutants import (
     given,
 )
 from oracles.precision_mutants import MANY, kernel
+from oracles.probe_mutants import SIGNED, UNSIGNED
 
 MOST_INT16 = 2**15
 MOST_ROWS = 2**16 - 1
@@ -193,9 +194,9 @@ def packed(tensor: torch.Tensor) -> torch.Tensor:
     return flat[index % max(flat.numel(), 1)].reshape(tensor.shape)
 
 
-def wrapped_rows(tensor: torch.Tensor) -> torch.Tensor:
+def wrapped_rows(tensor: torch.Tensor, end: int = SIGNED) -> torch.Tensor:
     """Row · stride in 32 bits: where it is more, the first row is read."""
-    beyond = torch.arange(tensor.shape[0]) * tensor.stride(0) >= 2**31
+    beyond = torch.arange(tensor.shape[0]) * tensor.stride(0) >= end
     return torch.where(beyond.view(-1, *[1] * (tensor.dim() - 1)), tensor[:1], tensor)
 
 
@@ -297,6 +298,10 @@ def merge_mutants() -> dict[str, tuple[Case, Run]]:
         "states_beyond_a_warp": (replace(MERGE, seed=3), first),
         "states_lse_taken_for_packed": (MERGE, changed(merge_states, lses=lambda x: packed(x.lses))),
         "states_offset_in_32_bits": (MERGE, changed(merge_states, outs=lambda x: wrapped_rows(x.outs))),
+        "states_offset_in_unsigned_32_bits": (
+            MERGE,
+            changed(merge_states, outs=lambda x: wrapped_rows(x.outs, UNSIGNED)),
+        ),
         "states_of_tokens_beyond_a_grid": (MERGE, without_late_rows),
     }
 

@@ -6,6 +6,7 @@ The claims that compare a second run with the first were made for them; the trut
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ from oracles.oracle import storage_bytes
 
 IN_ORDER = CacheLayout(shuffled=False, spare_blocks=0)
 
+# Where numbers of 32 bits end.
+SIGNED, UNSIGNED = 2**31, 2**32
+
 
 def attention_mutants(case: Case, per_tensor: Case) -> dict[str, tuple[Case, Run]]:
     """The edits that ``latent_attention`` and ``attention`` have in common."""
@@ -55,6 +59,7 @@ def attention_mutants(case: Case, per_tensor: Case) -> dict[str, tuple[Case, Run
         "cache_cast_to_float16": (case, departing(keys=lambda keys, _: tuple(x.half().to(x) for x in keys))),
         "dead_slots_known_by_nan": (case, _knowing_nan),
         "read_in_32_bits": (case, given(kv_cache=lambda x: _wrapped(x.kv_cache))),
+        "read_in_unsigned_32_bits": (case, given(kv_cache=lambda x: _wrapped(x.kv_cache, UNSIGNED))),
         "read_before_the_queries": (case, _reading_before_the_queries),
         "store_before_the_queries": (case, _storing_before_the_queries),
         "lengths_remembered": (case, _remembering_lengths()),
@@ -143,10 +148,10 @@ def _knowing_nan(inputs: Any) -> AttentionOutput:
     return attend(inputs, {"request": request, "keys": keys, "mask": mask})
 
 
-def _wrapped(cache: torch.Tensor) -> torch.Tensor:
+def _wrapped(cache: torch.Tensor, end: int = SIGNED) -> torch.Tensor:
     """Element offsets are kept in 32 bits: a pool that is larger is read at its beginning."""
-    large = (cache.shape[0] - 1) * cache.stride(0) >= 2**31
-    return cache[:1].expand(cache.shape[0], -1, -1) if large else cache
+    large = (cache.shape[0] - 1) * cache.stride(0) >= end
+    return cache[:1].expand_as(cache) if large else cache
 
 
 def _before(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,17 +231,15 @@ def paged_mutants() -> dict[str, tuple[Case, Run]]:
     """The edits of ``paged_attention``."""
     case = replace(PAGED, cache_format="bf16")
 
-    def wrapped(inputs: Any) -> AttentionOutput:
-        caches = {name: _wrapped_heads(getattr(inputs, name)) for name in ("key_cache", "value_cache")}
+    def wrapped(inputs: Any, end: int) -> AttentionOutput:
+        caches = {name: _wrapped(getattr(inputs, name), end) for name in ("key_cache", "value_cache")}
         output: AttentionOutput = _unchecked(paged_attention)(*inputs._replace(**caches))
         return output
 
-    return {"paged_read_in_32_bits": (case, wrapped)}
-
-
-def _wrapped_heads(cache: torch.Tensor) -> torch.Tensor:
-    large = (cache.shape[0] - 1) * cache.stride(0) >= 2**31
-    return cache[:1].expand(cache.shape[0], -1, -1, -1) if large else cache
+    return {
+        "paged_read_in_32_bits": (case, partial(wrapped, end=SIGNED)),
+        "paged_read_in_unsigned_32_bits": (case, partial(wrapped, end=UNSIGNED)),
+    }
 
 
 def merge_mutants() -> dict[str, tuple[Case, Run]]:
@@ -323,8 +326,8 @@ def rope_mutants() -> dict[str, tuple[Case, Run]]:
 def cache_mutants() -> dict[str, tuple[Case, Run]]:
     """The edits of ``cache_write`` and ``cache_gather``."""
 
-    def wrapped_write(inputs: Any) -> CacheWriteOutput:
-        if _wrapped(inputs.kv_cache) is inputs.kv_cache:
+    def wrapped_write(inputs: Any, end: int) -> CacheWriteOutput:
+        if _wrapped(inputs.kv_cache, end) is inputs.kv_cache:
             return cache_write(*inputs)
         slot = inputs.slot_mapping
         wrapped = torch.where(slot >= 0, slot % inputs.kv_cache.shape[1], slot)
@@ -343,7 +346,8 @@ def cache_mutants() -> dict[str, tuple[Case, Run]]:
     tiled = replace(READ, cache_format="fp8_ds_mla", regime="tiles")
     return {
         "gather_without_tile_scales": (tiled, without_scales),
-        "write_in_32_bits": (WRITE, wrapped_write),
+        "write_in_32_bits": (WRITE, partial(wrapped_write, end=SIGNED)),
+        "write_in_unsigned_32_bits": (WRITE, partial(wrapped_write, end=UNSIGNED)),
         "write_scale_in_bf16": (WRITE_PER_TENSOR, changed(cache_write, kv_scale=_coarse)),
         "gather_in_32_bits": (READ, changed(cache_gather, kv_cache=lambda x: _wrapped(x.kv_cache))),
     }

@@ -3,8 +3,11 @@
 import mmap
 import random
 import re
+import resource
+import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -22,6 +25,7 @@ from mla_ref.problem import AttentionOutput, problem
 from oracles.bounds import Admissible, merge_of
 from oracles.coverage import draw
 from oracles.matrix import OF_ONE_RUN
+from oracles.memory import counted_again
 from oracles.mutants import LATENT, MERGE, mutants
 from oracles.oracle import named_tensors, rules, storage_bytes
 from oracles.probes import (
@@ -47,7 +51,7 @@ from oracles.probes import (
 )
 from oracles.rules.graded import plant_deep
 from oracles.rules.guard_bands import BAND, guarded
-from oracles.rules.index_range import FAR
+from oracles.rules.index_range import REACHES
 from oracles.rules.many_requests import BEGINNING, CROWDS
 from oracles.rules.needle import OF_ONE_RANGE, candidates, plant_far
 from oracles.verdict import FAIL, PASS, UNSUPPORTED
@@ -172,20 +176,38 @@ def test_bands_surround_every_storage():
     assert all((x[:BAND] == 0xFF).all() and (x[-BAND:] == 0xFF).all() for x in storages)
 
 
-def test_pages_really_are_out_of_reach_of_32_bits():
-    seen, rows = [], []
+class Far(NamedTuple):
+    """A right kernel, and of each of its calls how far in its first page and its last row were."""
+
+    backend: Backend
+    pages: list[int]
+    rows: list[int]
+
+
+def far_watched() -> Far:
+    pages, rows = [], []
 
     def fn(*args):
-        query, table, cache = args[0], args[3], args[2]
-        seen.append(int(table[table < cache.shape[0]].min()) * cache.stride(0))
+        query, cache, table = args[0], args[2], args[3]
+        pages.append(int(table[table < cache.shape[0]].min()) * cache.stride(0))
         rows.append((query.shape[0] - 1) * query.stride(0))
+        # Whatever wraps is at the beginning.
+        assert pages[-1] < min(REACHES) or cache[: 1 + LATENT.layout.spare_blocks].isnan().all()
         return LATENT_BACKEND.fn(*args)
 
-    (verdict,) = judge(Backend("far", "latent_attention", fn), LATENT, oracles=["index_range"])
-    assert verdict.status == PASS
+    return Far(Backend("far", "latent_attention", fn), pages, rows)
+
+
+def test_pages_really_are_out_of_reach_of_32_bits():
+    far = far_watched()
+    (verdict,) = judge(far.backend, LATENT, oracles=["index_range"])
+    assert (verdict.status, verdict.detail) == (PASS, "")
     assert verdict.num_checked
-    assert max(seen) >= FAR
-    assert max(rows) >= FAR
+    assert max(far.pages) >= 2**32
+    assert max(far.rows) >= 2**32
+
+
+LACKING = r"that takes \d+\.\d GiB in one piece, more than this process may have on cpu"
 
 
 def test_what_there_is_no_memory_for_is_told(monkeypatch):
@@ -197,15 +219,77 @@ def test_what_there_is_no_memory_for_is_told(monkeypatch):
             raise OSError(12, "Cannot allocate memory")
         return mapped(*args, **flags)
 
-    monkeypatch.setattr("oracles.rules.index_range.mmap.mmap", refused)
+    monkeypatch.setattr("oracles.memory.mmap.mmap", refused)
     (verdict,) = judge(LATENT_BACKEND, LATENT, oracles=["index_range"])
     assert verdict.status == PASS
     assert verdict.num_checked
-    assert re.fullmatch(
-        r"not judged with rows this far apart: that takes \d+\.\d GiB in one piece, "
-        r"more than this process may have on cpu",
-        verdict.detail,
-    )
+    assert re.fullmatch(f"not judged with rows beyond 2³¹ elements: {LACKING}", verdict.detail)
+
+
+def test_what_there_is_half_the_memory_for_is_judged_half_as_far(monkeypatch):
+    mapped = mmap.mmap
+
+    def refused(where, size, **flags):
+        if size >= 2**33:
+            raise OSError(12, "Cannot allocate memory")
+        return mapped(where, size, **flags)
+
+    monkeypatch.setattr("oracles.memory.mmap.mmap", refused)
+    far = far_watched()
+    (verdict,) = judge(far.backend, LATENT, oracles=["index_range"])
+    assert verdict.status == PASS
+    assert verdict.num_checked
+    told = "; ".join(f"not judged with {what} beyond 2³² elements: {LACKING}" for what in ("pages", "rows"))
+    assert re.fullmatch(told, verdict.detail)
+    for reached in (far.pages, far.rows):
+        assert 2**31 <= max(reached) < 2**32
+    wrong = {mutant.name: mutant for mutant in mutants() if mutant.case == LATENT}
+    for name, status in (("read_in_32_bits", FAIL), ("read_in_unsigned_32_bits", PASS)):
+        (verdict,) = judge(wrong[name].backend, LATENT, oracles=["index_range"])
+        assert verdict.status == status
+
+
+@pytest.fixture
+def little():
+    """This process may have another 1 GiB of addresses."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, limits[1]))
+    yield lambda: resource.getrlimit(resource.RLIMIT_AS)[0] - used
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are not counted here")
+def test_a_process_that_may_have_little_memory_judges_what_is_far_all_the_same(little):
+    """Addresses of memory that nobody touches cost nothing, and are no part of what a call may take."""
+    (verdict,) = judge(LATENT_BACKEND, LATENT, oracles=["index_range"])
+    assert (verdict.status, verdict.detail) == (PASS, "")
+
+    def greedy(*args):
+        if args[2].shape[0] > 1000:
+            torch.empty(2**31, dtype=torch.uint8)
+        return LATENT_BACKEND.fn(*args)
+
+    (verdict,) = judge(Backend("greedy", "latent_attention", greedy), LATENT, oracles=["index_range"])
+    assert verdict.detail.startswith("not judged with pages beyond 2³¹ elements: no memory in the call: ")
+    assert little() == 2**30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are not counted here")
+def test_far_memory_that_a_call_keeps_is_no_part_of_what_others_may_take(little):
+    kept = []
+
+    def keeping(*args):
+        kept.append(args)
+        kept[-1][2].cycle = kept[-1]
+        return LATENT_BACKEND.fn(*args)
+
+    (verdict,) = judge(Backend("keeping", "latent_attention", keeping), LATENT, oracles=["index_range"])
+    assert (verdict.status, verdict.detail) == (PASS, "")
+    assert little() > 2**33
+    kept.clear()
+    counted_again()
+    assert little() == 2**30
 
 
 def test_far_memory_is_given_back_before_more_is_asked_for(monkeypatch):
@@ -217,7 +301,7 @@ def test_far_memory_is_given_back_before_more_is_asked_for(monkeypatch):
         made.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr("oracles.rules.index_range.mmap.mmap", watched)
+    monkeypatch.setattr("oracles.memory.mmap.mmap", watched)
     (verdict,) = judge(LATENT_BACKEND, LATENT, oracles=["index_range"])
     assert verdict.status == PASS
     assert len(made) == 2
@@ -230,7 +314,7 @@ def test_a_right_call_that_takes_the_whole_pool_is_not_blamed_and_does_not_fill_
 
     (verdict,) = judge(Backend("wasteful", "latent_attention", fn), LATENT, oracles=["index_range"])
     assert verdict.status == PASS
-    assert verdict.detail.startswith("not judged with pages this far apart: no memory in the call: ")
+    assert verdict.detail.startswith("not judged with pages beyond 2³¹ elements: no memory in the call: ")
     assert verdict.num_checked  # rows are far apart without a large pool
 
 

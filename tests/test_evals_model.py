@@ -15,13 +15,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from evals.model import Model, greedy, load, teacher_forced, with_our_attention
-from evals.path import AttentionPath, attention_of, layer_of, parse
+from evals.path import AttentionPath, _by_length, attention_of, layer_of, parse
 from evals.tiers import divergence
 from evals.trial import CHECKPOINTS, FACTORS, texts_of
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.layer import layer_around
 from mla_ref.naive import naive
+from mla_ref.problem import AttentionOutput
 from mla_ref.problems.attention import PROBLEM, AttentionInputs
 from mla_ref.values import integers
 
@@ -173,6 +174,15 @@ def test_mixed_steps_go_to_both_implementations(seed: int):
     rows = torch.tensor([0, 12])
     assert torch.equal(swapped.out[1:12], want.out[1:12])
     assert not torch.equal(swapped.out[rows], want.out[rows])
+    given = []
+
+    def watched(*args: Any) -> AttentionOutput:
+        part = AttentionInputs(*args)
+        given.append((part.max_seqlen_q, part.cu_seqlens_q.tolist()))
+        return naive(*part)
+
+    _by_length(watched, watched, 1)(*inputs)
+    assert given == [(1, [0, 1, 2]), (9, [0, 9, 11])]
 
 
 def test_greedy_writes_the_answer_and_stops(mini: Model):

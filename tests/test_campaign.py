@@ -27,7 +27,7 @@ from oracles.pool import judge_job, judged
 from oracles.run_directory import VERDICTS, Record, RunDirectory, manifest_of, open_run
 from oracles.tally import Count, Tally, kind_of
 from oracles.terminal import to_stdout
-from oracles.verdict import BROKEN, CRASH, ERROR, FAIL, PASS, TIMEOUT, Verdict, Worst
+from oracles.verdict import BROKEN, CRASH, ERROR, FAIL, PASS, TIMEOUT, UNSUPPORTED, Verdict, Worst
 from oracles.verify import judge
 from oracles.worker import (
     CRASHED,
@@ -455,8 +455,10 @@ def test_failures_of_one_kind_are_counted_once():
 
     same = {kind_of(verdict("head 1")), kind_of(verdict("head 2", num_bad=70))}
     assert len(same) == 1
+    assert kind_of(verdict("head 1", num_bad=2)) == kind_of(verdict("head 1", num_bad=50))
     others = [
         verdict("head 1", num_bad=1),
+        verdict("head 1", num_bad=2),
         verdict("head 1", oracle="p"),
         verdict("head 1", variant="w"),
         verdict("head 1", backend="c"),
@@ -478,6 +480,20 @@ def test_the_worst_error_is_that_of_any_claim():
         )
         tally.add("b", Record(number, json.loads(case.to_json()), [verdict.without_case()]))
     assert tally.counts["b"].worst == (7.0, "o")
+
+
+def test_a_case_counts_once_however_many_claims_it_breaks():
+    """And runs where something is claimed of it: neither where nothing was looked at, nor unsupported."""
+    case = Case(problem="rope", config=PRESETS["a.x-k2"], q_lens=(1,), kv_lens=(1,))
+    broken, empty, declined = (
+        Verdict(status=status, backend="b", variant="v", oracle="o", case=case, device="cpu", detail=detail)
+        for status, detail in ((FAIL, "wrong"), (PASS, "no row has a key"), (UNSUPPORTED, "no"))
+    )
+    tally = Tally({"b": Count()})
+    for number, verdicts in enumerate(([broken, broken], [empty], [declined])):
+        plain = [verdict.without_case() for verdict in verdicts]
+        tally.add("b", Record(number, json.loads(case.to_json()), plain))
+    assert tally.counts["b"] == Count(cases=3, ran=1, failed=1, held=1, broken=2, not_run=1)
 
 
 def test_a_deadly_case_is_made_small_in_a_workers_worker(tmp_path, monkeypatch):

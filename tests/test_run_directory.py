@@ -13,6 +13,7 @@ import pytest
 
 from mla_ref.case import Case
 from mla_ref.presets import PRESETS
+from oracles import run_directory
 from oracles.run_directory import (
     FAILURES,
     LOCK,
@@ -76,6 +77,29 @@ def test_the_manifest_says_what_was_run_on_what(tmp_path):
     assert found["versions"]["source"] == source_digest()
     assert found["partition"] == {"jobs": 2}
     assert found["command"] == sys.argv[1:]
+
+
+def test_the_source_is_every_modules_name_and_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "__file__", str(tmp_path / "oracles" / "run_directory.py"))
+    (tmp_path / "oracles" / "rules").mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+
+    def digest(**texts):
+        for file in tmp_path.rglob("*.py"):
+            file.unlink()
+        for name, text in texts.items():
+            (tmp_path / f"{name.replace('__', '/')}.py").write_text(text)
+        return source_digest()
+
+    first = digest(oracles__a="x", oracles__b="y")
+    others = [
+        digest(oracles__a="x", oracles__c="y"),
+        digest(oracles__a="xy", oracles__b=""),
+        digest(oracles__a="x", oracles__b="z"),
+        digest(oracles__a="x", oracles__rules__b="y"),
+    ]
+    assert len({first, *others}) == 1 + len(others)
+    assert digest(oracles__a="x", oracles__b="y", tests__c="z") == first
 
 
 def test_a_run_goes_on(tmp_path):

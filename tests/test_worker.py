@@ -295,5 +295,6 @@ def test_nothing_is_pickled():
         )
 
 
-def test_the_share_of_a_worker_leaves_one_for_the_parent():
-    assert 0 < share_of_memory(3) <= share_of_memory(1) // 2 + 1
+def test_the_share_of_a_worker_leaves_one_for_the_parent(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.get)
+    assert [share_of_memory(workers) for workers in (1, 3)] == [2_048_000, 1_024_000]

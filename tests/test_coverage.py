@@ -21,6 +21,9 @@ def test_a_draw_depends_on_its_arguments_alone(name):
     in_order = [draw(name, 7, i) for i in range(40)]
     assert [draw(name, 7, i) for i in reversed(range(40))] == in_order[::-1]
     assert draw(name, 8, 3) != in_order[3]
+    ordinary = [case for i, case in enumerate(in_order) if i % LARGE_EVERY != LARGE_EVERY - 1]
+    begun, _ = coverage._begun(coverage._space(name, None, ELEMENTS), "7/False/0")
+    assert begun[: len(ordinary)] == ordinary, "large cases take the place of none"
 
 
 def test_a_draw_is_the_same_in_another_process():

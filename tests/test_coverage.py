@@ -81,6 +81,12 @@ def test_alike_cases_share_what_is_compiled_and_nothing_else(name):
     assert all(len(values) > 1 for values in had.values()), had
 
 
+def test_alike_cases_are_no_more_work_than_others():
+    """Those of paged_attention take over the first one's key/value heads, and may be larger for it."""
+    for seed in range(20, 40):
+        assert all(elements(draw("paged_attention", seed, i, None, 8)) <= ELEMENTS for i in range(28))
+
+
 def test_alike_cases_are_ones_that_the_backend_takes():
     def supports(case):
         return None if max(case.q_lens, default=0) == 1 and case.num_kv_heads < 4 else "no"

@@ -54,14 +54,14 @@ def gate(
     Exit code: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 if the runs cannot be read or compared.
     """
     from evals.parity import compare, deciding, finite, report
-    from evals.runs import load
+    from evals.runs import load, why_one
     from evals.statistics import check_margin
 
     with _refusing("gate"):
         check_margin(margin)
         one, other = load(baseline, task, metric), load(candidate, task, metric)
-        if one.path.resolve() == other.path.resolve():
-            raise ValueError(f"{one.path}: is the baseline and the candidate; two runs are compared")
+        if reason := why_one(one, other):
+            raise ValueError(reason)
         first = compare(one, other, deciding(one, answers), margin)
         others = [compare(one, other, name, margin) for name in one.answers if name != first.filter]
     if as_json:
@@ -205,10 +205,11 @@ def reach(
 
     with _refusing("reach"):
         folder = _checkpoint(checkpoint)
-        record = reaches.record([*reaches.reaches(folder, _device(device), jobs)], folder, device)
+        noise = measured_noise(folder)
+        rows = reaches.reaches(folder, noise, _device(device), jobs)
+        record = reaches.record(rows, folder, noise, device)
         if json_file is not None:
             _write(json_file, record)
-    noise = measured_noise(folder)
     typer.echo(reaches.markdown(record, noise))
     if faint := reaches.unseen(record, noise):
         typer.echo(f"reach: within every limit: {', '.join(faint)}", err=True)

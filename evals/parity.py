@@ -8,10 +8,11 @@ from itertools import zip_longest
 from typing import Any
 
 from evals.runs import TOKENS, Run
-from evals.statistics import Decision, Paired, decide, stderr
+from evals.statistics import CONFIDENCE, HARM, POWER, Decision, Paired, decide, stderr
 from oracles.exits import printable
 
 DECIDES = "flexible-extract"
+UNTAKEN = "so they are, too, where the candidate's setting was never taken"
 ABSENT = object()  # equal to nothing that a file may hold
 
 
@@ -47,7 +48,8 @@ def why_not_comparable(baseline: Run, candidate: Run) -> str | None:
         where, one, two = _parting(value, other)
         return f"{name}{where}: {_short(one)} in the baseline, {_short(two)} in the candidate"
     if set(baseline.answers) != set(candidate.answers):
-        return f"filters: {', '.join(sorted(baseline.answers))}, but {', '.join(sorted(candidate.answers))}"
+        one, two = (", ".join(run.answers) for run in (baseline, candidate))
+        return f"filters: {one} in the baseline, {two} in the candidate"
     for name, answers in baseline.answers.items():
         others = candidate.answers[name]
         if missing := sorted(set(answers) ^ set(others)):
@@ -174,7 +176,13 @@ def report(
             f"{pair.loss:7.2%}|{decision.bound:10.2%}|{decision.p:9.2g}|{decision.detectable:10.2%}|"
             f"{one.text_equal:10.2%}|"
         )
+    lines.append(
+        f"detectable: the least true loss of which {POWER:.0%} of such runs show p < {1 - CONFIDENCE:.2g}; "
+        f"FAIL asks for p < {HARM}"
+    )
     first = comparisons[0]
+    if first.text_equal == 1.0:
+        lines += ["", f"note: all {first.pair.n} texts are the same to the letter; {UNTAKEN}"]
     if first.flips:
         shown = first.flips[:most_flips]
         lines += ["", f"flips of {first.filter}, {len(shown)} of {len(first.flips)}:"]

@@ -1,7 +1,7 @@
 """How far beyond the limits each planted bug is: over every cache format in float32, and in 16 bits."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -15,8 +15,8 @@ from evals.path import AttentionPath
 from evals.planted import Planted, bugs, in_16_bits
 from evals.spawned import spawned
 from evals.survey import here
-from evals.tiers import reference_logits
-from evals.trial import Line, limits, lines_of, measure, measured_noise, texts_of
+from evals.tiers import references
+from evals.trial import Line, limits, lines_of, measure, texts_of
 
 PLAIN = AttentionPath.cache_format
 
@@ -36,34 +36,38 @@ def planted(scale: float) -> dict[str, tuple[Planted, ...]]:
     return every
 
 
-def reaches(folder: Path, device: str = "cpu", jobs: int = 1) -> Iterator[dict[str, Any]]:
+def reaches(
+    folder: Path, noise: Mapping[str, Any], device: str = "cpu", jobs: int = 1
+) -> list[dict[str, Any]]:
     """A row for every bug, in each place: name, type and format, and what T1 and T2 found.
 
-    jobs: processes, each with one bug at a time.
+    noise: the checkpoint's. jobs: processes, each with its share of the bugs.
     """
-    names = planted(measured_noise(folder)["kv_scale"])
-    find = partial(_find, folder, device)
-    for rows in spawned(jobs, find, names):
-        yield from rows
+    names = [*planted(noise["kv_scale"])]
+    shares = [names[first::jobs] for first in range(min(jobs, len(names)))]
+    found = [row for rows in spawned(jobs, partial(_find, folder, noise, device), shares) for row in rows]
+    return sorted(found, key=lambda row: names.index(row["name"]))
 
 
-def _find(folder: Path, device: str, name: str) -> list[dict[str, Any]]:
-    noise, model, texts = measured_noise(folder), load(folder, device), texts_of(folder)
+def _find(folder: Path, noise: Mapping[str, Any], device: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    model, texts = load(folder, device), texts_of(folder)
+    every, reference = planted(noise["kv_scale"]), references(model, texts)
     rows = []
-    for bug in planted(noise["kv_scale"])[name]:
+    for name, bug in [(each, bug) for each in names for bug in every[each]]:
         allowed = limits(noise, bug.path)
         if allowed is None:
             raise ValueError(f"{name}: no noise was measured for {bug.path}")
-        reference = reference_logits(model, bug.path, texts)
-        seen = measure(model, bug.path, bug.attend(model), bug.layer(model), texts, reference)
+        seen = measure(model, bug.path, bug.attend(model), bug.layer(model), texts, reference(bug.path))
         found = [[line.tier, line.measure, line.found] for line in lines_of(*seen, allowed)]
         rows.append({"name": name, "kind": f"{bug.path.dtype}/{bug.path.cache_format}", "found": found})
     return rows
 
 
-def record(rows: list[dict[str, Any]], folder: Path, device: str) -> dict[str, Any]:
+def record(
+    rows: Sequence[Mapping[str, Any]], folder: Path, noise: Mapping[str, Any], device: str
+) -> dict[str, Any]:
     """The rows as JSON, with what they were measured on."""
-    about = {"checkpoint": folder.name, "sha256": measured_noise(folder)["sha256"]}
+    about = {"checkpoint": folder.name, "sha256": noise["sha256"]}
     return about | here(device) | {"rows": finite(rows)}
 
 

@@ -50,6 +50,7 @@ class Run:
     path: its results file.
     metric: which of a sample's figures says whether it is right.
     settings: whatever must be equal for two runs to be comparable, by the name under which it is reported.
+    clock: when it began and how many seconds it took; None for what it does not say.
     answers: filter -> doc_id -> answer.
     """
 
@@ -59,6 +60,7 @@ class Run:
     shots: int
     metric: str
     settings: dict[str, Any]
+    clock: tuple[Any, Any]
     answers: dict[str, dict[int, Answer]]
 
 
@@ -87,10 +89,24 @@ def load(path: Path, task: str, metric: str = "") -> Run:
         shots=results.whole_number("n-shot", task),
         metric=metric,
         settings=_settings(results, task) | {"metric": metric},
+        clock=(results.data.get("date"), results.data.get("total_evaluation_time_seconds")),
         answers=_answers(samples, rows, _filters(results, task), metric),
     )
     _check_complete(run, results, samples)
     return run
+
+
+def why_one(baseline: Run, candidate: Run) -> str | None:
+    """Why the two are one run, in which nothing could ever be lost; None if they are two."""
+    if baseline.path.resolve() == candidate.path.resolve():
+        return f"{baseline.path}: is the baseline and the candidate; two runs are compared"
+    if None not in baseline.clock and baseline.clock == candidate.clock:
+        began, seconds = baseline.clock
+        return (
+            f"{candidate.path}: is a copy of {baseline.path}: both began at {began} and took "
+            f"{seconds} s; two runs are compared"
+        )
+    return None
 
 
 def _results_file(path: Path, task: str) -> Path:
@@ -234,7 +250,7 @@ def _samples(file: Path) -> Iterator[tuple[str, Any]]:
             yield from ((f"{file}[{number}]", sample) for number, sample in enumerate(json.loads(text)))
             return
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError, too
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{file}: not JSON, or cut short: {error}") from None
     # Not splitlines(): a text may hold other line separators than JSON's own.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         if not text:
@@ -242,7 +258,7 @@ def _samples(file: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield f"{file}:{number}", json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file}:{number}: {error}") from None
+            raise ValueError(f"{file}:{number}: not JSON, or cut short: {error}") from None
 
 
 def _metric(file: Path, sample: Any) -> str:

@@ -92,6 +92,19 @@ def test_gate_decides_and_exits(tmp_path: Path, lost: int, won: int, code: int, 
     assert result.output.count("question ") == min(20, lost + won)
 
 
+def test_texts_that_are_all_the_same_are_pointed_out(tmp_path: Path):
+    """They are so where a setting of the candidate was never taken, and that passes."""
+    one, same = _write(tmp_path / "a", BASE), _write(tmp_path / "b", BASE)
+    assert "\nnote: all 600 texts are the same to the letter; " in _gate(one, same).output
+    assert "note: " not in _gate(one, _write(tmp_path / "c", _flipped(1, 0))).output
+
+
+def test_what_could_have_shown_is_said(tmp_path: Path):
+    pair = _write(tmp_path / "a", BASE), _write(tmp_path / "b", BASE)
+    said = "detectable: the least true loss of which 80% of such runs show p < 0.05; FAIL asks for p < 0.01"
+    assert said in _gate(*pair).output.splitlines()
+
+
 def test_pairing_counts_and_lists_the_flips(tmp_path: Path):
     baseline = load(_write(tmp_path / "a", BASE), "gsm8k")
     candidate = load(_write(tmp_path / "b", _flipped(2, 1)), "gsm8k")
@@ -141,6 +154,10 @@ def _swap_question(results: dict, samples: list[dict]) -> None:
             sample["doc_id"] = 1000
 
 
+def _one_filter(results: dict, samples: list[dict]) -> None:
+    samples[:] = [sample for sample in samples if sample["filter"] == "strict-match"]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -157,6 +174,10 @@ def _swap_question(results: dict, samples: list[dict]) -> None:
         (_set("chat_template_sha", value="abc"), "chat template: null in the baseline, abc in the candidate"),
         (_sample(3, prompt_hash="other"), "prompts: 1 of 600 differ, first that of question 3"),
         (_sample(4, doc_hash="other"), "questions: 1 of 600 differ, first that of question 4"),
+        (
+            _one_filter,
+            "filters: strict-match, flexible-extract in the baseline, strict-match in the candidate",
+        ),
         (_swap_question, "questions: 2 are in one run only, for example 9 in the baseline"),
     ],
 )
@@ -189,7 +210,7 @@ def test_missing_files_are_named(tmp_path: Path):
     a = _write(tmp_path / "a", BASE)
     line = (a / "model" / f"samples_gsm8k_{DATE}.jsonl").read_text().splitlines()[0]
     (a / "model" / f"samples_gsm8k_{DATE}.jsonl").write_text(line + "\n" + line[:40])
-    with pytest.raises(ValueError, match=r"\.jsonl:2: Unterminated string"):
+    with pytest.raises(ValueError, match=r"\.jsonl:2: not JSON, or cut short: Unterminated string"):
         load(a, "gsm8k")
     result = _gate(_write(tmp_path / "b", BASE), _write(tmp_path / "c", BASE), "--filter", "none")
     assert result.exit_code == 3

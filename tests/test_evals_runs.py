@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +216,29 @@ def test_a_run_is_not_compared_with_itself(tmp_path: Path):
     assert "json: is the baseline and the candidate; two runs are compared\n" in result.output
 
 
+def _clocked(date: float, seconds: str) -> Callable[[dict, list[dict]], None]:
+    def edit(results: dict, samples: list[dict]) -> None:
+        results |= {"date": date, "total_evaluation_time_seconds": seconds}
+
+    return edit
+
+
+def test_a_copy_of_a_run_is_not_compared_with_it(tmp_path: Path):
+    """Begun at the same moment and as long to the last digit is the same run, wherever it was copied to."""
+    one = _write(tmp_path / "a", BASE, _clocked(1796095000.84, "45.38"))
+    copied = tmp_path / "b"
+    shutil.copytree(one, copied)
+    result = _gate(one, copied)
+    assert result.exit_code == 3, result.output
+    [line] = result.output.splitlines()
+    assert line.endswith(
+        f"results_{DATE}.json: is a copy of {load(one, 'gsm8k').path}: both began at 1796095000.84 and took "
+        "45.38 s; two runs are compared"
+    )
+    for number, clocks in enumerate([(1796095000.84, "45.39"), (1796095000.85, "45.38")]):
+        assert _gate(one, _write(tmp_path / f"other{number}", BASE, _clocked(*clocks))).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("remove", "message"),
     [
@@ -272,7 +296,7 @@ def test_of_long_settings_the_part_that_differs_is_shown(tmp_path: Path):
 def test_a_file_that_is_not_text_is_one_line(tmp_path: Path):
     inner = _write(tmp_path / "a", BASE) / "model"
     (inner / f"samples_gsm8k_{DATE}.jsonl").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"jsonl: 'utf-8' codec can't decode"):
+    with pytest.raises(ValueError, match=r"jsonl: not JSON, or cut short: 'utf-8' codec can't decode"):
         load(tmp_path / "a", "gsm8k")
     (inner / f"results_{DATE}.json").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match=r"json: not JSON, or cut short: 'utf-8' codec"):

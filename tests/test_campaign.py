@@ -23,7 +23,7 @@ from oracles.command import main
 from oracles.corpus import read as corpus_entries
 from oracles.coverage import draw
 from oracles.fuzz_cli import at_most, budget_of, duration, memory_size, summarise
-from oracles.pool import judge_job, judged
+from oracles.pool import Part, judge_job, judged
 from oracles.run_directory import VERDICTS, Record, RunDirectory, manifest_of, open_run
 from oracles.tally import Count, Tally, kind_of
 from oracles.terminal import to_stdout
@@ -39,6 +39,7 @@ from oracles.worker import (
     STEP,
     Limits,
     Outcome,
+    Task,
     WorkersError,
 )
 
@@ -165,6 +166,23 @@ def test_cases_that_are_alike_go_to_one_worker_one_after_the_other(slots, num_sp
         begun += len(dealt) - sum(map(bool, neighbours))
     # Each run is begun once, but at the end, when who has none takes half of what another has left.
     assert runs * num_specs <= begun <= runs * num_specs + (slots - 1) * alike.bit_length()
+
+
+def test_whole_runs_are_drawn():
+    deck = campaign_module._Deck(plan_of(None)._replace(alike=5), 1, frozenset())
+    deck.backends = [campaign_module._Backend()]
+    assert deck.next(0, over=False) == campaign_module._Drawing(tuple(range(20)))
+
+
+def test_when_it_is_over_what_was_begun_is_ended_and_nothing_else():
+    case = draw("rope", 3, 0)
+    begun = campaign_module._Judging(7, Part(plan_of(9).job(7, case)))
+    deck = campaign_module._Deck(plan_of(9), 1, frozenset())
+    deck.backends = [campaign_module._Backend()]
+    deck.first += [campaign_module._Drawing((8,)), begun]
+    assert deck.next(0, over=True) == begun
+    assert deck.next(0, over=True) is None
+    assert not deck.first
 
 
 def test_a_run_of_alike_cases_goes_on_where_it_was_ended(tmp_path):
@@ -333,6 +351,20 @@ def test_a_defect_of_ours_while_a_case_is_drawn_ends_the_campaign(monkeypatch):
         run(plan_of(3), engine=Raising())
 
 
+def test_cases_are_drawn_without_a_backend_only_if_its_own_code_stopped_that():
+    work = campaign_module._Drawing((0, 1))
+    began = [(STEP, {PATIENCE: 60.0}), (STEP, campaign_module.DRAWING)]
+    for messages, end, ours in ((began, RAISED, True), (began[:1], RAISED, False), (began, CRASHED, False)):
+        deck, outcome = campaign_module._Deck(plan_of(9), 1, frozenset()), Outcome(Task("x"), messages, end)
+        deck.backends = [campaign_module._Backend()]
+        if ours:
+            with pytest.raises(WorkersError, match=r"drawing cases of rope for mla_ref\.rope"):
+                campaign_module._deal(deck, work, outcome, Tally({}))
+        else:
+            campaign_module._deal(deck, work, outcome, Tally({}))
+            assert list(deck.first) == [work._replace(careless=True)]
+
+
 def test_want_of_memory_while_a_case_is_drawn_is_no_defect_of_ours(monkeypatch):
     """What a backend's supports() keeps may be the cause, so it is drawn again without it."""
 
@@ -433,6 +465,8 @@ def test_a_kind_that_was_not_made_small_in_time_is_when_it_goes_on(tmp_path, mon
     monkeypatch.setattr(campaign_module, "MAX_SMALL", len(tally.found))
     _, events = run(plan, tmp_path / "run")
     assert {event.kind for event in events if event} == set(tally.found)
+    _, events = run(plan, tmp_path / "other")
+    assert {event.kind for event in events if event} == set(tally.found), "as many as may be"
 
 
 def test_failures_of_one_kind_are_counted_once():

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,6 +172,17 @@ def test_whole_runs_are_drawn():
     deck = campaign_module._Deck(plan_of(None)._replace(alike=5), 1, frozenset())
     deck.backends = [campaign_module._Backend()]
     assert deck.next(0, over=False) == campaign_module._Drawing(tuple(range(20)))
+
+
+def test_who_has_none_takes_the_later_half_of_what_another_has():
+    case = draw("rope", 3, 0)
+    hand = [campaign_module._Judging(n, Part(plan_of(9).job(n, case))) for n in range(3)]
+    deck = campaign_module._Deck(plan_of(9), 2, frozenset())
+    deck.hands = {0: deque(hand), 1: deque()}
+    assert list(deck._half()) == hand[1:]
+    assert list(deck._half()) == hand[:1]
+    assert not deck.hands[0]
+    assert not deck._half()
 
 
 def test_when_it_is_over_what_was_begun_is_ended_and_nothing_else():

@@ -110,6 +110,24 @@ def test_a_process_that_a_claim_spoilt_is_replaced_and_no_claim_is_lost():
     assert [v.status for v in part.verdicts()] == [PASS] * 4 + [CRASH]
 
 
+def test_what_one_backend_was_tried_on_the_next_is_tried_on_too():
+    every = [(ITEM, decided(oracle)) for oracle in JOB.oracles]
+    second = [(STEP, {"backend": 1}), begun(""), every[0], (STEP, {"spoilt": True})]
+    part = after([begun(""), *every, *second], REPLACED)
+    assert part.job.specs == ("second",)
+    assert dict(part.tried) == {"": ["contract"]}
+
+
+def test_a_backend_that_does_not_survive_questions_is_not_asked_and_others_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr("oracles.pool._supports", lambda backend, *_: asked.append(backend.name))
+    job = JOB._replace(specs=("mla_ref.rope", "mla_fast.sdpa"), oracles=())
+    for unasked, names in ((True, ["mla_fast.sdpa"]), (False, ["mla_ref.rope", "mla_fast.sdpa"])):
+        asked.clear()
+        judged(Part(job, unasked=unasked).task(0).argument, lambda *_: None)
+        assert asked == names
+
+
 def test_turns_that_are_dealt_otherwise_next_time_leave_no_function_out(monkeypatch):
     """It answered before it died of a claim, and does not any more: turns are dealt without."""
     part = after([begun(""), begun("third")], CRASHED, "died")

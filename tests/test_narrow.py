@@ -190,6 +190,12 @@ def test_who_takes_most_of_the_table_has_no_more():
         assert bool(own(lambda case, no=declined: "no" if case in no else None)) is has_more
 
 
+def test_each_of_many_models_is_dealt_to_a_row():
+    configs = [replace(PRESETS["glm-5"], name=str(i)) for i in range(ALL_ROWS + 2)]
+    dealt = {case.config.name for case in matrix(problems()["rope"], configs, [cache_format("bf16")])}
+    assert dealt == {config.name for config in configs}
+
+
 def test_only_what_was_asked_for_is_dealt():
     supports = only(block_size=[64], dtype=["bfloat16"])
     cases = own(supports, presets=["glm-5", "a.x-k2"], names=["bf16"])

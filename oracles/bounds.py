@@ -985,6 +985,13 @@ TILE_SCALES = {"fp8_ds_mla": (2.0**-126, False), "fp8_ds_mla_pow2": (2.0**-13, T
 
 TILE = 128
 
+PLAIN = ("bf16", "fp16", "fp32", "fp8_e4m3")
+
+
+def is_known(fmt: CacheFormat) -> bool:
+    """Whether it is known which byte of an entry holds what, and what each may hold: not of a stranger's."""
+    return fmt.name in PLAIN or fmt.name in TILE_SCALES
+
 
 def stored_parts(
     fmt: CacheFormat, stored: torch.Tensor, kv_c: Ball, k_pe: Ball, kv_scale: torch.Tensor
@@ -996,15 +1003,14 @@ def stored_parts(
 
     Raises: ValueError if the format is none of those known here.
     """
-    c = kv_c.mid.shape[1]
+    if not is_known(fmt):
+        raise ValueError(f"cache format {fmt.name}: how it stores is not known to the judge")
     if fmt.name in TILE_SCALES:
         return _tiled_parts(fmt, stored, kv_c, k_pe)
     entry = Ball(*(torch.cat(part, dim=1) for part in zip(kv_c, k_pe, strict=True)))
-    if fmt.per_tensor_scale and stored.dtype == torch.float8_e4m3fn:
-        return [Part("entry", stored, _code(_quotient(entry, kv_scale.double()), stored.dtype), 0)]
-    if stored.dtype.is_floating_point and stored.shape[1] == c + k_pe.mid.shape[1]:
-        return [Part("entry", stored, _code(entry, stored.dtype), 0)]
-    raise ValueError(f"cache format {fmt.name}: how it stores is not known to the judge")
+    if fmt.per_tensor_scale:
+        entry = _quotient(entry, kv_scale.double())
+    return [Part("entry", stored, _code(entry, stored.dtype), 0)]
 
 
 def _code(x: Ball, dtype: torch.dtype) -> Admissible:

@@ -91,10 +91,15 @@ def _backends() -> Table:
 def _formats() -> Table:
     lines = _module_lines("mla_ref.formats", "FORMAT")
     rows = (
-        (name, _bytes(fmt, 512, 64), str(fmt.dtype).removeprefix("torch."), lines[name])
+        (name, _bytes(fmt, 512, 64), str(fmt.dtype).removeprefix("torch."), lines.get(name, _brought(fmt)))
         for name, fmt in formats().items()
     )
     return Table(("format", "bytes at c=512, r=64", "elements", "layout"), tuple(rows))
+
+
+def _brought(fmt: CacheFormat) -> str:
+    """Where a format comes from that another package brings."""
+    return f"Brought by {fmt.encode.__module__}."
 
 
 def _bytes(fmt: CacheFormat, c: int, r: int) -> str:

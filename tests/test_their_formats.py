@@ -2,9 +2,21 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from mla_ref.cache_write import BACKEND as WRITER
+from mla_ref.case import Case
+from mla_ref.formats import CacheFormat, formats
+from mla_ref.latent import BACKEND as LATENT
+from mla_ref.layer import BACKEND as LAYER
+from mla_ref.presets import preset
+from oracles.tables import TABLES
+from oracles.verdict import FAIL, PASS
+from oracles.verify import judge
 
 ROOT = Path(__file__).parent.parent
 FORMAT = """
@@ -61,3 +73,112 @@ def test_an_entry_point_that_is_no_new_format_is_refused(tmp_path: Path, target:
     ran = python(tmp_path, "from mla_ref.formats import formats; formats()")
     assert ran.returncode == 1
     assert f"ValueError: mla_verify.formats: {message}" in ran.stderr
+
+
+GROUP = 32
+
+
+def encode(kv_c, k_pe, kv_scale):
+    """Codes of four bits, two a byte; a scale and a zero for 32 channels in float16; rope in float16."""
+    tiles = kv_c.float().unflatten(-1, (-1, GROUP))
+    low, high = tiles.amin(-1, keepdim=True), tiles.amax(-1, keepdim=True)
+    scale, zero = ((high - low) / 15).clamp(2.0**-14, 4096.0).half(), low.clamp(-60_000.0, 60_000.0).half()
+    codes = ((tiles - zero.float()) / scale.float()).round().clamp(0, 15).to(torch.uint8).flatten(-2)
+    parts = codes[..., ::2] | codes[..., 1::2] << 4, scale.squeeze(-1), zero.squeeze(-1), k_pe.half()
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+
+
+def decode(entries, c, r, kv_scale, dtype):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    parts = entries[..., : c // 2 + c // 8 + 2 * r].split([c // 2, c // 16, c // 16, 2 * r], -1)
+    packed, scale, zero, rope = (part.clone() for part in parts)
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).to(wide).unflatten(-1, (-1, GROUP))
+    scale, zero = (x.view(torch.float16).to(wide).unsqueeze(-1) for x in (scale, zero))
+    return (codes * scale + zero).flatten(-2).to(dtype), rope.view(torch.float16).to(dtype)
+
+
+def rope_first(kv_c, k_pe, kv_scale):
+    return torch.cat([k_pe, kv_c], -1).bfloat16()
+
+
+def rope_first_decoded(entries, c, r, kv_scale, dtype):
+    return entries[..., r : r + c].to(dtype), entries[..., :r].to(dtype)
+
+
+STRANGE = (
+    CacheFormat(
+        name="int4",
+        dtype=torch.uint8,
+        entry_width=lambda c, r: c // 2 + c // 8 + 2 * r,
+        encode=encode,
+        decode=decode,
+        latent_roundoff=1 / 15,
+        why_not_dims=lambda c, r: f"c={c} is no multiple of {GROUP}" if c % GROUP else None,
+    ),
+    CacheFormat(
+        name="rope_first",
+        dtype=torch.bfloat16,
+        entry_width=lambda c, r: c + r,
+        encode=rope_first,
+        decode=rope_first_decoded,
+        latent_roundoff=2.0**-8,
+    ),
+)
+
+
+def case_of(problem, fmt, **changes):
+    shape = {"q_lens": (2, 3), "kv_lens": (35, 5), "seed": 3}
+    return Case(
+        problem=problem,
+        config=preset("minicpm3-4b").shard(40),
+        cache_format=fmt.name,
+        dtype="float32",
+        **shape | changes,
+    )
+
+
+@pytest.fixture(params=STRANGE, ids=lambda fmt: fmt.name)
+def theirs(request, monkeypatch):
+    monkeypatch.setitem(formats(), request.param.name, request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("regime", ["plain", "heavy"])
+def test_what_is_right_over_a_format_that_only_itself_knows_is_no_alarm(theirs, regime):
+    for right, oracles in (
+        (LATENT, ["value", "value_scale", "causal", "needle", "many_requests"]),
+        (WRITER, ["stored", "quantiser", "long_request"]),
+        (LAYER, ["value", "stored"]),
+    ):
+        case = case_of(right.problem, theirs, regime=regime)
+        verdicts = judge(replace(right, variants={}), case, oracles=oracles)
+        assert [(v.oracle, v.detail) for v in verdicts if v.status != PASS] == []
+
+
+def test_what_is_wrong_over_such_a_format_is_seen(theirs):
+    def half_as_large(*given):
+        kv_c, k_pe = theirs.decode(*given)
+        return kv_c / 2 if kv_c.abs().max() > 4 else kv_c, k_pe
+
+    def attends(*given):
+        return LATENT.fn(*given[:-2], replace(theirs, decode=half_as_large), given[-1])
+
+    def writes(kv_c, k_pe, kv_cache, slot_mapping, cache_format, kv_scale):
+        return WRITER.fn(kv_c.flip(-1), k_pe, kv_cache, slot_mapping, cache_format, kv_scale)
+
+    def to_the_next_slot(kv_c, k_pe, kv_cache, slot_mapping, cache_format, kv_scale):
+        return WRITER.fn(kv_c, k_pe, kv_cache, slot_mapping.roll(1), cache_format, kv_scale)
+
+    for right, fn, oracle in (
+        (LATENT, attends, "value_scale"),
+        (WRITER, writes, "stored"),
+        (WRITER, writes, "quantiser"),
+        (WRITER, to_the_next_slot, "stored"),
+    ):
+        wrong = replace(right, fn=fn, variants={})
+        assert [v.status for v in judge(wrong, case_of(right.problem, theirs), oracles=[oracle])] == [FAIL]
+
+
+def test_a_strangers_format_is_listed_with_where_it_comes_from(theirs):
+    rows = {row[0]: row for row in TABLES["formats"]().rows}
+    assert rows[theirs.name][-1] == f"Brought by {__name__}."

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
+from oracles.bounds import is_known
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
@@ -73,12 +74,18 @@ def changed(case: Case, device: str) -> Any:
         if kv_len:
             newest = starts[i] + kv_len - 1
             for values in entries.values():
-                values[newest] = _other(values[newest - 1 if kv_len > 1 else newest], case)
+                values[newest] = _other(values[newest - 1 if kv_len > 1 else newest], case, inputs)
     return restored(inputs, entries)
 
 
-def _other(entry: torch.Tensor, case: Case) -> torch.Tensor:
+def _other(entry: torch.Tensor, case: Case, inputs: Any) -> torch.Tensor:
     """Another entry of the same format: its latent channels in reverse order."""
+    if hasattr(inputs, "cache_format") and not is_known(inputs.cache_format):
+        fmt, scale = inputs.cache_format, inputs.kv_scale
+        widths = case.config.kv_lora_rank, case.config.qk_rope_head_dim
+        kv_c, k_pe = fmt.decode(entry[None], *widths, scale, torch.float32)
+        backwards: torch.Tensor = fmt.encode(kv_c.flip(-1), k_pe, scale)
+        return backwards[0]
     width = case.config.kv_lora_rank if entry.dtype == torch.uint8 else entry.shape[-1]
     order = torch.arange(entry.shape[-1], device=entry.device)
     order[:width] = order[:width].flip(0)

@@ -4,11 +4,17 @@ Claim: each new token's slot holds its channels as the format stores them, every
     other byte of the pool, gaps and padding included, is what it was; and the cache returned is the one
     given.
 Why: a token in the wrong slot, or a byte of a neighbour, is read by another request.
-Exact or bounded: codes are exact up to the roundings before them, bytes outside are exact.
+Exact or bounded: codes are exact up to the roundings before them, bytes outside are exact. Of a format that
+    another package brings, entries are what its ``encode`` makes of the same channels, bit for bit, and are
+    not judged where channels are rounded or rotated first.
 Kills: slots off by one, a negative slot that wraps around, missing saturation, a foreign scale.
 """
 
-from oracles.bounds import Ball, Part, new_entries, stored_parts
+from typing import Any
+
+import torch
+
+from oracles.bounds import Ball, Part, is_known, new_entries, stored_parts
 from oracles.compare import identical, place, within, worst_of
 from oracles.oracle import Oracle, Trial, private_copy, storage_bytes
 from oracles.verdict import Finding
@@ -32,6 +38,8 @@ def check(trial: Trial) -> Finding:
     ]
     if not all(finding.ok for finding in outside) or not len(tokens):
         return worst_of(outside)
+    if not is_known(inputs.cache_format):
+        return as_encoded(inputs, stored, tokens)
     kv_c, k_pe = (Ball(x.mid[tokens], x.radius[tokens]) for x in new_entries(inputs, trial.backend.numerics))
 
     def judge(part: Part) -> Finding:
@@ -47,6 +55,14 @@ def check(trial: Trial) -> Finding:
     return worst_of(
         [judge(part) for part in stored_parts(inputs.cache_format, stored, kv_c, k_pe, inputs.kv_scale)]
     )
+
+
+def as_encoded(inputs: Any, stored: torch.Tensor, tokens: torch.Tensor) -> Finding:
+    """The entries of a stranger's format, which nothing but itself describes."""
+    if not hasattr(inputs, "kv_c") or hasattr(inputs, "rope"):
+        return Finding(ok=True, detail="the roundings before a stranger's format leave its codes open")
+    want = inputs.cache_format.encode(inputs.kv_c[tokens], inputs.k_pe[tokens], inputs.kv_scale)
+    return identical("kv_cache's entry", stored, want)
 
 
 ORACLE = Oracle(

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
-from oracles.bounds import LEAST_SCALED
+from oracles.bounds import LEAST_SCALED, is_known
 from oracles.compare import identical, told, worst_of
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
     asked,
+    decoded,
+    encoded,
     made,
     materialized,
     nothing,
@@ -42,6 +44,8 @@ def check(trial: Trial) -> Finding:
         trial, replace(trial.case, kv_scale=4.0 * trial.case.kv_scale, v_scale=4.0 * trial.case.v_scale)
     ):
         return nothing("the backend does not take other scales")
+    if is_strange(trial.inputs) and not scales_exactly(trial.case, trial.device):
+        return nothing("the cache format does not store four times as much as four times what it stores")
     once, larger = (trial.run(made(make, trial.case, trial.device)) for make in (by_rope_alone, scaled))
     shapes = trial.problem.output_shapes
     values, four = above(larger.out, 4.0 * LEAST_SCALED), above(once.out, LEAST_SCALED) * 4.0
@@ -64,7 +68,20 @@ def above(out: Any, least: float) -> Any:
 def by_rope_alone(case: Case, device: str) -> Any:
     """The case's inputs, the latent part of its queries 0."""
     inputs = materialized(case, device)
+    if is_strange(inputs):  # as its own codes are, so that four times as much may be, too
+        inputs = restored(inputs, encoded(inputs, *decoded(inputs)))
     return asked(inputs, getattr(inputs, queries(inputs)[-1]))
+
+
+def is_strange(inputs: Any) -> bool:
+    """Whether only the format itself knows its entries."""
+    return hasattr(inputs, "cache_format") and not is_known(inputs.cache_format)
+
+
+def scales_exactly(case: Case, device: str) -> bool:
+    """Whether what is cached in ``scaled`` is four times what is cached in ``by_rope_alone``."""
+    once, larger = (decoded(made(make, case, device)) for make in (by_rope_alone, scaled))
+    return torch.equal(larger[0], 4.0 * once[0]) and torch.equal(larger[1], once[1])
 
 
 def scaled(case: Case, device: str) -> Any:
@@ -74,6 +91,9 @@ def scaled(case: Case, device: str) -> Any:
         if inputs.value_cache.dtype == torch.float8_e4m3fn:
             return inputs._replace(v_scale=inputs.v_scale * 4.0)
         return restored(inputs, {"value_cache": stored(inputs)["value_cache"] * 4.0})
+    if is_strange(inputs):
+        kv_c, k_pe = decoded(materialized(case, device))
+        return restored(inputs, encoded(inputs, 4.0 * kv_c, k_pe))
     if inputs.cache_format.per_tensor_scale:
         # The rope part is under the same scale, so the scores are made small again.
         return inputs._replace(kv_scale=inputs.kv_scale * 4.0, softmax_scale=inputs.softmax_scale / 4.0)

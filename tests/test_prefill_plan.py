@@ -17,6 +17,7 @@ from mla_fast.gluon_prefill import (
     gluon_prefill,
     joined,
     plan,
+    supports,
 )
 from mla_ref.capacity import prefill_parts
 from mla_ref.case import Case
@@ -45,6 +46,10 @@ def planned(name: str):
 def test_every_visible_key_is_attended_to_once(name: str) -> None:
     step, q_lens, kv_lens = planned(name)
     seen = torch.zeros(sum(q_lens), len(kv_lens), max(kv_lens, default=0), dtype=torch.int64)
+    written: set[int] = set()
+    assert sum(launch.num_keys for launch in step.launches) == sum(
+        kv_len for q_len, kv_len in zip(q_lens, kv_lens, strict=True) if q_len
+    )
     for launch in step.launches:
         assert launch.num_keys == launch.ends[-1]
         owners = [i for i in range(len(kv_lens)) for _ in range(launch.ends[i], launch.ends[i + 1])]
@@ -53,6 +58,7 @@ def test_every_visible_key_is_attended_to_once(name: str) -> None:
             assert len(set(owners[key : key + num_keys])) == 1
             i = owners[key]
             start = int(launch.starts[i]) + key - int(launch.ends[i])
+            written |= set(range(row, row + num_rows))
             for r in range(num_rows):
                 seen[row + r, i, start : start + max(0, min(num_keys, visible + r))] += 1
     row = 0
@@ -61,6 +67,7 @@ def test_every_visible_key_is_attended_to_once(name: str) -> None:
             want = torch.zeros_like(seen[row])
             want[i, : max(0, kv_len - q_len + 1 + s)] = 1
             assert torch.equal(seen[row], want)
+            assert (row in written) == (kv_len > 0), "a row that sees no key is written all the same"
             row += 1
 
 
@@ -102,6 +109,36 @@ def test_projections_of_one_matrix_are_not_copied(seed: int) -> None:
     assert torch.equal(joined(w_uk, w_uv), whole.reshape(h * (p + v), c).T)
     assert torch.equal(joined(w_uk.clone(), w_uv), whole.reshape(h * (p + v), c).T)
     assert torch.equal(joined(w_uk, w_uv.clone()), whole.reshape(h * (p + v), c).T)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_projections_that_only_lie_side_by_side_are_copied(turned: bool) -> None:
+    """In two tensors of their own, or the second one with its axes in another order."""
+    p, v, c = 4, 8, 16
+    whole = torch.arange((p + v) * c, dtype=torch.float32)
+    apart = [
+        torch.frombuffer(whole.numpy(), dtype=torch.float32, count=n * c, offset=at * c * 4)
+        for n, at in ((p, 0), (v, p))
+    ]
+    steps = (p + v) * c, c, 1
+    w_uk = (whole if turned else apart[0]).as_strided((1, p, c), steps)
+    w_uv = (
+        whole[p * c :].as_strided((1, v, c), (steps[0], 1, v))
+        if turned
+        else apart[1].as_strided((1, v, c), steps)
+    )
+    assert w_uv.data_ptr() - w_uk.data_ptr() == p * c * 4
+    assert torch.equal(joined(w_uk, w_uv), torch.cat([w_uk, w_uv], dim=1)[0].T)
+
+
+def test_no_more_chunks_than_the_numerics_declare() -> None:
+    """A fortieth of the longest request at a time: forty chunks of it, and those of the other one."""
+    for other, told in ((2400, None), (2500, "65 chunks, at most 64")):
+        case = Case(
+            problem="attention", config=preset("deepseek-v3").shard(128), q_lens=(1, 1),
+            kv_lens=(4000, other), block_size=1,
+        )  # fmt: skip
+        assert supports(case) == told
 
 
 def test_queries_are_read_where_they_are_if_aligned(seed: int) -> None:

@@ -985,12 +985,13 @@ TILE_SCALES = {"fp8_ds_mla": (2.0**-126, False), "fp8_ds_mla_pow2": (2.0**-13, T
 
 TILE = 128
 
-PLAIN = ("bf16", "fp16", "fp32", "fp8_e4m3")
+# What encodes latents and then rope channels, each to its own nearest code.
+PLAIN = ("mla_ref.formats._plain", "mla_ref.formats.fp8_e4m3")
 
 
 def is_known(fmt: CacheFormat) -> bool:
     """Whether it is known which byte of an entry holds what, and what each may hold: not of a stranger's."""
-    return fmt.name in PLAIN or fmt.name in TILE_SCALES
+    return fmt.encode.__module__ in PLAIN or fmt.name in TILE_SCALES
 
 
 def stored_parts(

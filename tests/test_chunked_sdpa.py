@@ -1,5 +1,6 @@
 """Chunked prefill on torch's flash attention: what it computes, and in how much memory."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mla_fast.chunked_sdpa import BACKEND, chunked_by, fold, why_not
+from mla_fast.chunked_sdpa import BACKEND, chunked_by, float32_sums, fold, supports, why_not
 from mla_ref.capacity import prefill_parts
 from mla_ref.case import Case
 from mla_ref.config import MLAConfig
 from mla_ref.layout import CacheLayout
 from mla_ref.problem import problem
+from oracles.process_state import kept
 from oracles.verdict import PASS
 from oracles.verify import judge
 
@@ -118,6 +120,31 @@ def test_folding_into_nothing_is_exact():
     out, lse = fold(torch.zeros_like(part), torch.full_like(part_lse, -torch.inf), part, part_lse)
     assert torch.equal(out, part)
     assert torch.equal(lse, part_lse)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_sums_are_in_float32_only_meanwhile(raised: bool):
+    flags = torch.backends.cuda.matmul
+    before = {
+        "allow_bf16_reduced_precision_reduction": True,
+        "allow_fp16_reduced_precision_reduction": False,
+    }
+    with kept([]):
+        for name, value in before.items():
+            setattr(flags, name, value)
+        with pytest.raises(LookupError) if raised else nullcontext(), float32_sums():
+            assert not any(getattr(flags, name) for name in before)
+            if raised:
+                raise LookupError
+        assert {name: getattr(flags, name) for name in before} == before
+
+
+def test_no_more_parts_than_the_numerics_declare():
+    """Of contexts of 300 keys, a hundred at a time; the new tokens are a part, too."""
+    for last, told in ((0, None), (1, "64 chunks and the new tokens, of at most 64")):
+        kv_lens = (*[301] * 21, 1 + last)
+        case = replace(CASE, q_lens=(1,) * len(kv_lens), kv_lens=kv_lens, block_size=1)
+        assert supports(case) == told
 
 
 def test_what_it_declines():

@@ -35,7 +35,7 @@ from mla_ref.layout_algebra import KV_ORDERS
 from mla_ref.problem import Problem
 from mla_ref.problem import problem as find_problem
 from oracles.exits import first_line
-from oracles.oracle import rules
+from oracles.oracle import in_order, rules
 from oracles.process_state import kept
 from oracles.verify import find_backend, oracles_for
 
@@ -273,7 +273,7 @@ def trials(
     """
     with kept([]):
         dealt = _turns(job, variants, supports)
-    turns = [(name, oracles) for name, oracles in dealt if job.function in (None, name)]
+    turns = [(name, in_order(oracles)) for name, oracles in dealt if job.function in (None, name)]
     if not job.only:
         return turns
     wanted = ((name, tuple(o for o in oracles if o in job.only)) for name, oracles in turns)

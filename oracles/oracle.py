@@ -1,6 +1,7 @@
 """One claim that every right implementation of a problem satisfies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -19,6 +20,15 @@ Run = Callable[[Any], Any]  # inputs -> output of the implementation on trial
 
 class Raised(Exception):
     """The implementation on trial raised its cause; whatever else is raised is a defect of the judge."""
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Whatever the implementation raises says what was different about the call."""
+    try:
+        yield
+    except Raised as error:
+        raise Raised(f"{what}: {error}") from error.__cause__
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Oracle:
     """A claim, the problems that it judges (empty: all of them), and the mutants that it kills.
 
     on_device: it is judged where the implementation runs, even if others are not.
+    last: it is judged when all others are, since it looks at what their calls left.
     """
 
     name: str
@@ -64,12 +75,18 @@ class Oracle:
     problems: tuple[str, ...] = ()
     kills: tuple[str, ...] = ()
     on_device: bool = False
+    last: bool = False
 
 
 @cache
 def rules() -> dict[str, Oracle]:
     """Every oracle by name."""
     return {oracle.name: oracle for oracle in scan("oracles.rules", "ORACLE").values()}
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Oracles in the order in which they are judged: as they are named, but for those that come last."""
+    return tuple(sorted(names, key=lambda name: rules()[name].last))
 
 
 def foul(outputs: Mapping[str, Admissible], device: str) -> None:

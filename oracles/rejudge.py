@@ -11,7 +11,7 @@ from typing import Any
 
 from oracles.bounds import ADMISSIBLE, Admissible
 from oracles.compare import identical, told, within, worst_of
-from oracles.oracle import Raised, Trial, private_copy
+from oracles.oracle import Trial, naming, private_copy
 from oracles.rules import stored
 from oracles.verdict import Finding
 
@@ -41,10 +41,8 @@ def admitted_instead(trial: Trial, inputs: Any, what: str) -> Finding:
     what: what is different about them.
     """
     left = private_copy(inputs)
-    try:
+    with naming(what):
         output = trial.call(left)
-    except Raised as error:
-        raise Raised(f"{what}: {error}") from error.__cause__
     return told(what, admitted_by_truth(trial, inputs, output, left))
 
 

@@ -23,7 +23,7 @@ STATUSES = HELD + BROKEN + NOT_RUN
 
 def claims_something(status: str, num_checked: int, detail: str) -> bool:
     """Whether anything was looked at, of which it says that it held: else the detail is why not."""
-    return status in BROKEN or (status in HELD and (num_checked > 0 or not detail))
+    return status in BROKEN or (status in HELD and num_checked > 0)
 
 
 # Of the fields of a verdict that any text may claim to be, what they are.

@@ -22,7 +22,7 @@ from oracles.compare import why_not_comparable, why_not_strided
 from oracles.exits import first_line
 from oracles.mirror import Mirror
 from oracles.misreading import misread
-from oracles.oracle import Oracle, Raised, Trial, foul, named_tensors, private_copy, rules
+from oracles.oracle import Oracle, Raised, Trial, foul, in_order, named_tensors, private_copy, rules
 from oracles.probes import admitted, materialized
 from oracles.process_state import kept
 from oracles.sources import BACKEND_PACKAGES
@@ -30,6 +30,9 @@ from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED, Finding
 
 # The variant that is the backend's own function.
 DEFAULT = "default"
+
+# Of a claim about elements, tokens or requests where there are none.
+NOTHING = "there is nothing in this case to look at"
 
 # What would explain the output that an element is of, or "".
 Guess = Callable[[Worst], str]
@@ -102,19 +105,18 @@ def use_device(device: str) -> None:
 
 
 def oracles_for(contract: Problem, names: Iterable[str] | None = None) -> list[Oracle]:
-    """The oracles that judge a problem; only those named, where names are given.
+    """The oracles that judge a problem, in their order; only those named, where names are given.
 
     Raises: ValueError that names an unknown oracle, or one that does not judge this problem.
     """
     judging = {name: o for name, o in rules().items() if not o.problems or contract.name in o.problems}
-    if names is None:
-        return list(judging.values())
-    for name in (wanted := list(names)):
+    wanted = list(judging if names is None else names)
+    for name in wanted:
         if name not in judging:
             raise ValueError(
                 f"oracle {name!r} does not judge {contract.name}; these do: {', '.join(judging)}"
             )
-    return [judging[name] for name in wanted]
+    return [judging[name] for name in in_order(wanted)]
 
 
 class _Malformed(Exception):
@@ -169,7 +171,7 @@ def judgements(
         else:
             # What is prepared is of the backend's own function.
             alone = backend if name == DEFAULT else replace(backend, fn=fn, prepare=None)
-            start = partial(_trial, alone, fn, contract, case, device, disturbed)
+            start = partial(_trial, alone, fn, contract, case, device, list(disturbed))
             yield from _judge_variant(start, name, device, wanted, judge_on, broken)
 
 
@@ -217,11 +219,11 @@ def _trial(
 ) -> Trial:
     """What oracles look at ``here`` of an implementation that runs on ``device``.
 
-    disturbed: what questions to the backend have changed.
+    disturbed: what questions to the backend have changed; what calls change is added, wherever it is seen.
     """
     mirror = Mirror(here, device) if here != device else None
     inputs = materialized(case, here)  # implementations see copies, so all of them may share these
-    judged = _Judged(backend, fn, contract, case, device, here, inputs, mirror, list(disturbed))
+    judged = _Judged(backend, fn, contract, case, device, here, inputs, mirror, disturbed)
     return Trial(
         run=judged.run,
         call=judged.call,
@@ -315,6 +317,8 @@ def _check(
             finding = Finding(ok=False, detail=reason)
         else:
             finding = oracle.check(trial)
+        if finding.ok and not finding.num_checked and not finding.detail:
+            finding = replace(finding, detail=NOTHING)
         status = PASS if finding.ok else FAIL
     except _Malformed as error:
         status, finding = FAIL, Finding(ok=False, detail=str(error))

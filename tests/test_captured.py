@@ -60,12 +60,34 @@ def test_what_is_right_holds(of, monkeypatch):
 
 
 def test_why_there_is_no_graph_is_told_beside_what_is_prepared(monkeypatch):
-    case, reasons = LATENT, iter(["it cannot be captured: a", "it waits"])
-    run, numerics = right(case)
-    monkeypatch.setattr(captured, "graph_of", lambda call, device: next(reasons))
-    found = verdict(divided(Mutant("none", case, run, numerics).backend))
-    assert (found.status, found.num_checked > 0) == (PASS, True)
-    assert found.detail == "what is prepared: it cannot be captured: a; it waits"
+    run, numerics = right(LATENT)
+    backend = divided(Mutant("none", LATENT, run, numerics).backend)
+    for seed, told in (
+        (1, "what is prepared: it waits; it fails"),
+        (2, "what is prepared: it fails; it waits"),
+    ):
+        reasons = iter(["it fails", "it waits"])
+        monkeypatch.setattr(captured, "graph_of", lambda call, device, reasons=reasons: next(reasons))
+        found = verdict(backend, replace(LATENT, seed=seed))
+        assert (found.status, found.num_checked > 0) == (PASS, True)
+        assert found.detail == told
+
+
+@pytest.mark.parametrize(("seed", "told"), [(2, "replayed from a graph"), (1, "prepared, and replayed from")])
+def test_of_a_plan_and_a_call_either_is_captured_first(seed, told, monkeypatch):
+    """Where the one that fails costs the process its graphs, the other is judged in half of all cases."""
+    run, numerics = right(LATENT)
+    asked = []
+
+    def graph_of(call, device):
+        asked.append(call)
+        return "it fails" if len(asked) == 1 else stand_in(replays=False)(call, device)
+
+    monkeypatch.setattr(captured, "graph_of", graph_of)
+    backend = divided(Mutant("none", LATENT, run, numerics).backend)
+    found = verdict(backend, replace(LATENT, seed=seed))
+    assert found.status == FAIL
+    assert found.detail.startswith(told)
 
 
 def test_memory_is_fouled_before_every_part_of_a_plan(monkeypatch):

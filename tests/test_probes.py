@@ -54,7 +54,7 @@ from oracles.rules.guard_bands import BAND, guarded
 from oracles.rules.index_range import REACHES
 from oracles.rules.many_requests import BEGINNING, CROWDS
 from oracles.rules.needle import OF_ONE_RANGE, candidates, plant_far
-from oracles.verdict import FAIL, PASS, UNSUPPORTED
+from oracles.verdict import ERROR, FAIL, PASS, UNSUPPORTED
 from oracles.verify import backends, judge
 
 AGAIN = [name for name in rules() if name not in OF_ONE_RUN]
@@ -368,6 +368,36 @@ def test_a_rule_asked_of_a_wrong_kernel_names_what_was_different():
     (verdict,) = judge(wrong.backend, wrong.case, oracles=["page_size"])
     assert verdict.status == FAIL
     assert verdict.detail.startswith("with pages of 32 tokens: ")
+
+
+@pytest.mark.parametrize(
+    ("oracle", "call", "words"),
+    [
+        ("surroundings", 2, "with bfloat16 as the default type"),
+        ("surroundings", 3, "without gradients, with other random numbers to come"),
+        ("call_sequence", 2, "with the requests in reverse order"),
+        ("call_sequence", 4, "where nobody has a key"),
+        ("call_sequence", 6, "after other calls"),
+        ("poison", 3, "with noise in dead memory"),
+        ("page_size", 2, "with pages of 32 tokens"),
+        ("batch_mates", 3, "without the other requests"),
+        ("layout", 2, "with the cache as"),
+        ("many_requests", 2, "in a batch of"),
+        ("index_range", 2, "with pages beyond 2³² elements"),
+    ],
+)
+def test_an_error_says_in_which_of_the_calls_it_was(oracle, call, words):
+    calls = []
+
+    def fn(*args):
+        calls.append(None)
+        if len(calls) == call:
+            raise KeyError("planted")
+        return LATENT_BACKEND.fn(*args)
+
+    (verdict,) = judge(Backend("falls", "latent_attention", fn), LATENT, oracles=[oracle])
+    assert verdict.status == ERROR
+    assert re.match(rf"{re.escape(words)}.*: KeyError: 'planted'", verdict.detail)
 
 
 def test_the_sign_of_a_zero_is_nobody_s_claim():

@@ -174,6 +174,41 @@ def test_what_the_first_call_leaves_behind_is_a_verdict():
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.parametrize("where", ["a call", "supports"])
+def test_what_the_last_call_or_question_of_all_claims_leaves_behind_is_a_verdict(where):
+    """Other claims call with other sizes, and ask about other cases: what they see is decided after them."""
+    done = []
+
+    def planted(what):
+        done.append(what)
+        if what == where and done.count(where) == last:
+            torch.set_default_dtype(torch.float64)
+
+    def fn(*args):
+        planted("a call")
+        return BACKEND.fn(*args)
+
+    def supports(case):
+        planted("supports")
+
+    last = 0
+    backend, names = (
+        Backend("left", "merge_states", fn, supports=supports),
+        ["process_state", "merge_algebra"],
+    )
+    assert [(v.oracle, v.status) for v in judge(backend, MERGE, oracles=names)] == [
+        ("merge_algebra", PASS),
+        ("process_state", PASS),
+    ]
+    last = done.count(where)
+    assert last > 2
+    done.clear()
+    verdicts = judge(backend, MERGE, oracles=names)
+    assert [(v.oracle, v.status) for v in verdicts] == [("merge_algebra", PASS), ("process_state", FAIL)]
+    assert "the default dtype: is torch.float64" in verdicts[1].detail
+    assert verdicts[1].detail.endswith(", in supports") == (where == "supports")
+
+
 def test_outputs_that_share_memory_do_not_hide_a_second_run():
     """Two runs in one buffer would always be equal, were they not copied."""
     buffers, calls = {}, []

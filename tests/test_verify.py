@@ -17,7 +17,7 @@ from oracles import bounds, verify
 from oracles.mutants import LATENT, LAYER, PAGED, WRITE, attend
 from oracles.oracle import private_copy, rules, storage_bytes
 from oracles.verdict import ERROR, FAIL, PASS, UNAVAILABLE, UNSUPPORTED
-from oracles.verify import BACKEND_PACKAGES, backends, find_backend, judge, oracles_for
+from oracles.verify import BACKEND_PACKAGES, NOTHING, backends, find_backend, judge, oracles_for
 
 CASE = replace(LATENT, seed=7)
 
@@ -305,6 +305,18 @@ def test_what_is_written_in_place_is_judged_as_it_was_left(case):
     before = storage_bytes(inputs.kv_cache).clone()
     judge(reference, case)
     assert torch.equal(storage_bytes(verify.materialized(case, "cpu").kv_cache), before)
+
+
+def test_what_held_of_nothing_is_no_claim():
+    """Of a batch without a token there are no elements to be right or wrong; that it was taken is one."""
+    nobody = replace(LATENT, q_lens=(0, 0), kv_lens=(11, 6))
+    verdicts = judge(find_backend("mla_ref.latent"), nobody)
+    assert {v.status for v in verdicts} == {PASS}
+    assert {v.oracle: v.detail for v in verdicts}["value"] == NOTHING
+    for v in verdicts:
+        assert v.claims == (v.num_checked > 0)
+        assert v.claims or v.detail
+    assert "contract" in {v.oracle for v in verdicts if v.claims}
 
 
 def test_every_rule_says_what_it_claims():

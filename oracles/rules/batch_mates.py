@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
-from oracles.oracle import Oracle, Trial
+from oracles.oracle import Oracle, Trial, naming
 from oracles.probes import (
     ATTENTION,
     Make,
@@ -46,15 +46,17 @@ def check(trial: Trial) -> Finding:
     for kept in dict.fromkeys((lengths.index(max(lengths)), 0)):
         parts = whole(trial.inputs, [kept])
         rows = rows_of(trial.inputs, parts)
-        again = trial.run(made(strangers_of(kept), trial.case, trial.device))
+        what = "with other keys in other requests"
+        with naming(what):
+            again = trial.run(made(strangers_of(kept), trial.case, trial.device))
         first = only(trial.run(trial.inputs), rows)
         expected = {name: picked(x, rows) for name, x in trial.expected().items()}
-        finding = alike(
-            trial, only(again, rows), first, expected, "with other keys in other requests", exact=True
-        )
+        finding = alike(trial, only(again, rows), first, expected, what, exact=True)
         if finding.ok and runnable(trial, with_parts(trial.case, parts)):
-            alone = trial.run(batch(trial.inputs, parts))
-            finding = same(trial, alone, "without the other requests", exact=False, rows=rows)
+            what = "without the other requests"
+            with naming(what):
+                alone = trial.run(batch(trial.inputs, parts))
+            finding = same(trial, alone, what, exact=False, rows=rows)
         if not finding.ok:
             return finding
     return Finding(ok=True, num_checked=trial.run(trial.inputs).out.numel())

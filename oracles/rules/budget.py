@@ -30,12 +30,17 @@ def check(trial: Trial) -> Finding:
             if got != (block_bytes, fits):
                 return Finding(
                     ok=False,
-                    detail=f"in {given} bytes fit {fits} blocks of {block_bytes} bytes, "
+                    detail=f"in {given} bytes there is room for {_blocks(fits)} of {block_bytes} bytes, "
                     f"not {got[1]} of {got[0]}",
                     num_bad=1,
                     num_checked=2 * len(BUDGETS),
                 )
     return Finding(ok=True, num_checked=2 * len(BUDGETS))
+
+
+def _blocks(count: int) -> str:
+    """So many, in words."""
+    return f"{count} block{'s' * (count != 1)}"
 
 
 ORACLE = Oracle(

@@ -12,7 +12,7 @@ Kills: lengths, plans and outputs that are remembered, steps without work that r
 from collections.abc import Iterator
 from typing import Any
 
-from oracles.oracle import Oracle, Trial, private_copy
+from oracles.oracle import Oracle, Trial, naming, private_copy
 from oracles.probes import ATTENTION, Part, batch, lengths, rows_of, runnable, same, whole, with_parts
 from oracles.rejudge import admitted_instead
 from oracles.verdict import Finding
@@ -28,7 +28,8 @@ def check(trial: Trial) -> Finding:
     ):
         parts = whole(trial.inputs, order)
         if runnable(trial, with_parts(trial.case, parts)):
-            again = trial.run(batch(trial.inputs, parts))
+            with naming(what):
+                again = trial.run(batch(trial.inputs, parts))
             rows = rows_of(trial.inputs, parts)
             finding = same(trial, again, what, exact=False, rows=rows)
             if not finding.ok:
@@ -38,7 +39,9 @@ def check(trial: Trial) -> Finding:
             finding = admitted_instead(trial, batch(trial.inputs, parts), what)
             if not finding.ok:
                 return finding
-    return same(trial, trial.run(private_copy(trial.inputs)), "after other calls", exact=True)
+    with naming("after other calls"):
+        again = trial.run(private_copy(trial.inputs))
+    return same(trial, again, "after other calls", exact=True)
 
 
 def idle(inputs: Any) -> Iterator[tuple[str, list[Part]]]:

@@ -89,7 +89,7 @@ def _moved(trial: Trial, move: Move, reach: int, where: str, *, exact: bool) -> 
             output = trial.call(moved)
     except Raised as error:
         if not ran_out(error.__cause__):
-            raise
+            raise Raised(f"{where}: {error}") from error.__cause__
         raise MemoryError(f"no memory in the call: {error}") from None
     return _as_before(trial, output, moved, where, exact=exact)
 

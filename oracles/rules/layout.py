@@ -18,7 +18,7 @@ from mla_ref.case import Case
 from mla_ref.layout import CacheLayout
 from mla_ref.layout_algebra import KV_ORDERS
 from oracles.compare import identical, within
-from oracles.oracle import Oracle, Trial
+from oracles.oracle import Oracle, Trial, naming
 from oracles.probes import fresh_pages, nothing, pools, repeats, runnable
 from oracles.verdict import Finding
 
@@ -36,14 +36,16 @@ def check(trial: Trial) -> Finding:
     for case in elsewhere(trial.case):
         if not runnable(trial, case):
             continue
-        again = trial.run(moved(trial.inputs, case))
+        what = f"with the cache as {described(case)}"
+        with naming(what):
+            again = trial.run(moved(trial.inputs, case))
         for name, letters in shapes.items():
             got, want = getattr(again, name), getattr(output, name)
             finding = identical(name, got, want, letters, trial.inputs)
             if not finding.ok and name in trial.expected() and not repeats(trial):
                 finding = within(name, got, trial.expected()[name], letters, trial.inputs)
             if not finding.ok:
-                return replace(finding, detail=f"with the cache as {described(case)}, {finding.detail}")
+                return replace(finding, detail=f"{what}, {finding.detail}")
             checked += finding.num_checked
     return Finding(ok=True, num_checked=checked) if checked else nothing("no other layout was judged")
 

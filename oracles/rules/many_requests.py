@@ -17,7 +17,7 @@ from typing import Any
 from mla_ref.case import Case
 from mla_ref.problem import problem
 from oracles.dimensions import MODELS, elements
-from oracles.oracle import Oracle, Trial
+from oracles.oracle import Oracle, Trial, naming
 from oracles.probes import (
     ATTENTION,
     Part,
@@ -70,8 +70,9 @@ def _fits(trial: Trial, case: Case, parts: list[Part], most: int) -> bool:
 
 def _as_in_small(trial: Trial, case: Case, parts: list[Part]) -> Finding:
     inputs = trial.inputs if case == trial.case else made(materialized, case, trial.device)
-    output = trial.run(batch(inputs, parts))
     what, rows = f"in a batch of {len(parts)}", rows_of(inputs, parts)
+    with naming(what):
+        output = trial.run(batch(inputs, parts))
     if case == trial.case:
         return same(trial, output, what, exact=False, rows=rows)
     first = only(trial.run(inputs), rows)

@@ -18,7 +18,7 @@ from mla_ref.case import Case
 from mla_ref.problems.merge_states import MergeStatesInputs
 from oracles.bounds import Admissible, merge_of
 from oracles.compare import worst_of
-from oracles.oracle import Oracle, Trial
+from oracles.oracle import Oracle, Trial, naming
 from oracles.probes import Make, Probe, admissible, agree, made, materialized, runnable, same, shows
 from oracles.verdict import Finding
 
@@ -33,7 +33,9 @@ def check(trial: Trial) -> Finding:
     for make, what in ((backwards, "states in reverse order"), (_with_empty(trial), "empty states added")):
         if make is None:
             continue
-        finding = same(trial, trial.run(made(make, trial.case, trial.device)), what, exact=False)
+        with naming(what):
+            again = trial.run(made(make, trial.case, trial.device))
+        finding = same(trial, again, what, exact=False)
         if not finding.ok:
             return finding
     if len(trial.inputs.outs) > 1:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mla_ref.case import Case
-from oracles.oracle import Oracle, Trial
+from oracles.oracle import Oracle, Trial, naming
 from oracles.probes import ATTENTION, cached_anew, made, materialized, nothing, runnable, same, stored
 from oracles.verdict import Finding
 
@@ -25,7 +25,9 @@ def check(trial: Trial) -> Finding:
             if case.block_size == trial.case.block_size or not runnable(trial, case):
                 continue
             what = f"with pages of {case.block_size} tokens"
-            finding = same(trial, trial.run(made(resized, trial.case, trial.device)), what, exact=False)
+            with naming(what):
+                again = trial.run(made(resized, trial.case, trial.device))
+            finding = same(trial, again, what, exact=False)
             if not finding.ok:
                 return finding
             break

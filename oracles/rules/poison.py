@@ -13,7 +13,7 @@ from typing import Any
 
 from mla_ref.values import integers
 from oracles.compare import identical, within
-from oracles.oracle import Oracle, Trial, private_copy, storage_bytes
+from oracles.oracle import Oracle, Trial, naming, private_copy, storage_bytes
 from oracles.probes import repeats
 from oracles.verdict import Finding
 
@@ -26,14 +26,16 @@ def check(trial: Trial) -> Finding:
     output, inputs, findings = trial.run(trial.inputs), trial.inputs, []
     judged = {name: trial.problem.output_shapes[name] for name in trial.expected()}
     for fill, dead_block in (("zeros", 0), ("noise", -1)):
-        again = trial.run(changed(trial, fill, dead_block))
+        what = f"with {fill} in dead memory"
+        with naming(what):
+            again = trial.run(changed(trial, fill, dead_block))
         for name, letters in judged.items():
             got = getattr(again, name)
             finding = identical(name, got, getattr(output, name), letters, inputs)
             if not finding.ok and not repeats(trial):
                 finding = within(name, got, trial.expected()[name], letters, inputs)
             if not finding.ok:
-                return replace(finding, detail=f"with {fill} in dead memory, {finding.detail}")
+                return replace(finding, detail=f"{what}, {finding.detail}")
             findings.append(finding)
     return Finding(ok=True, num_checked=sum(finding.num_checked for finding in findings))
 

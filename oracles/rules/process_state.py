@@ -1,10 +1,11 @@
 """What belongs to the whole process.
 
 Claim: a call, and a question to a backend, leaves torch as it found it: default types, flags, precision,
-    gradient mode, threads, the current device, the random streams of the host.
+    gradient mode, threads, the current device and its stream, the random streams of the host and of GPUs.
 Why: an engine calls a hundred kernels; one that leaves another default type, turns TF32 on or seeds the
     generator changes what all the others compute, and what is sampled.
-Exact or bounded: exact. The judge looks around every call, and puts back what was changed.
+Exact or bounded: exact. The judge looks around every call and question, and puts back what was changed. It
+    is told when all other claims are decided, so that theirs are among them.
 Kills: a seed, a default type, a mode or a flag that is left behind.
 """
 
@@ -30,4 +31,5 @@ ORACLE = Oracle(
         "tf32_left_on",
         "default_type_left",
     ),
+    last=True,
 )

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from oracles.oracle import Oracle, Trial, private_copy
+from oracles.oracle import Oracle, Trial, naming, private_copy
 from oracles.probes import OF_TENSORS
 from oracles.process_state import kept
 from oracles.rejudge import rejudged
@@ -28,7 +28,7 @@ def check(trial: Trial) -> Finding:
     first = trial.run(trial.inputs)
     for what, surroundings in SURROUNDINGS.items():
         left = private_copy(trial.inputs)
-        with surroundings():
+        with naming(what), surroundings():
             output = trial.call(left)
         finding = rejudged(trial, trial.inputs, output, left, first, what)
         if not finding.ok:

@@ -47,7 +47,7 @@ from oracles.matrix import Job, job_of, jobs_of, jobs_on
 from oracles.narrow import Dealing
 from oracles.pool import described, judge_all, own_of, sources_of
 from oracles.run_directory import Journal, manifest_of, open_run, record_of
-from oracles.tables import TABLES
+from oracles.tables import TABLES, contract
 from oracles.terminal import cell, to_stdout, write
 from oracles.verdict import BROKEN, CRASH, HELD, NOT_RUN, TIMEOUT, Verdict
 from oracles.verify import backends, use_device
@@ -76,14 +76,24 @@ def _typed_by_user() -> Iterator[None]:
 
 
 def list_command(
-    what: Annotated[str, typer.Argument(help=f"{', '.join(TABLES)}; without it, the first six.")] = "",
+    what: Annotated[
+        str,
+        typer.Argument(
+            help=f"{', '.join(TABLES)}; without it, the first six. Of a problem or format: its contract."
+        ),
+    ] = "",
     device: Device = "cpu",
 ) -> None:
     """Show what there is, and why a backend cannot run here."""
     _use_device(device)
-    if what and what not in TABLES:
-        raise UsageError(f"table {what!r} is not one of {', '.join(TABLES)}")
     console = to_stdout()
+    if agreed := contract(what):
+        write(console, *agreed.splitlines())
+        return
+    if what and what not in TABLES:
+        raise UsageError(
+            f"table {what!r} is not one of {', '.join(TABLES)}, nor is it a problem or a cache format"
+        )
     for name in [what] if what else LISTED:
         if not what:
             write(console, "")

@@ -246,6 +246,19 @@ TABLES: dict[str, Callable[[], Table]] = {
 }
 
 
+def contract(name: str) -> str | None:
+    """What is agreed of a problem's inputs and outputs, or of a format's bytes, or None."""
+    if name in problems():
+        found = problems()[name]
+        return "\n\n".join(inspect.cleandoc(part.__doc__ or "") for part in (found.inputs, found.output))
+    for module, fmt in scan("mla_ref.formats", "FORMAT").items():
+        if fmt.name == name:
+            return inspect.cleandoc(importlib.import_module(f"mla_ref.formats.{module}").__doc__ or "")
+    if name not in formats():
+        return None
+    return inspect.cleandoc(importlib.import_module(formats()[name].encode.__module__).__doc__ or "")
+
+
 def markdown(table: Table) -> str:
     """The table as GitHub prints it."""
     lines = [table.header, tuple("---" for _ in table.header), *table.rows]

@@ -14,7 +14,7 @@ from mla_ref.formats import CacheFormat, formats
 from mla_ref.latent import BACKEND as LATENT
 from mla_ref.layer import BACKEND as LAYER
 from mla_ref.presets import preset
-from oracles.tables import TABLES
+from oracles.tables import TABLES, contract
 from oracles.verdict import FAIL, PASS
 from oracles.verify import judge
 
@@ -182,3 +182,4 @@ def test_what_is_wrong_over_such_a_format_is_seen(theirs):
 def test_a_strangers_format_is_listed_with_where_it_comes_from(theirs):
     rows = {row[0]: row for row in TABLES["formats"]().rows}
     assert rows[theirs.name][-1] == f"Brought by {__name__}."
+    assert contract(theirs.name).startswith("A cache format that another package brings")

@@ -210,7 +210,7 @@ def reach(
         record = reaches.record(rows, folder, noise, device)
         if json_file is not None:
             _write(json_file, record)
-    typer.echo(reaches.markdown(record, noise))
+    typer.echo(f"{reaches.markdown(record, noise)}\n\n{reaches.summary(record, noise)}")
     if faint := reaches.unseen(record, noise):
         typer.echo(f"reach: within every limit: {', '.join(faint)}", err=True)
         raise typer.Exit(1)

@@ -19,6 +19,7 @@ from evals.tiers import references
 from evals.trial import Line, limits, lines_of, measure, texts_of
 
 PLAIN = AttentionPath.cache_format
+SEEN_BY = (("T1",), ("T2",), ("T1", "T2"))
 
 
 def planted(scale: float) -> dict[str, tuple[Planted, ...]]:
@@ -84,11 +85,10 @@ def held(row: Mapping[str, Any], noise: Mapping[str, Any]) -> list[Line]:
 
 def markdown(record: Mapping[str, Any], noise: Mapping[str, Any]) -> str:
     """How many times its limit each bug's farthest measure is, the faintest bug first, by type and format."""
-    has = {row["kind"] for row in record["rows"]}
-    kinds = [kind for kind in map("/".join, product(DTYPES, FORMATS)) if kind in has]
+    kinds = _kinds(record)
     shares: dict[str, dict[str, Line]] = {}
     for row in record["rows"]:
-        shares.setdefault(row["name"], {})[row["kind"]] = max(held(row, noise), key=lambda line: line.share)
+        shares.setdefault(row["name"], {})[row["kind"]] = farthest(held(row, noise))
     lines = [f"| bug | {' | '.join(kinds)} |", f"|---|{'--:|' * len(kinds)}"]
     for name in sorted(shares, key=lambda name: min(line.share for line in shares[name].values())):
         cells = (shares[name].get(kind) for kind in kinds)
@@ -96,9 +96,35 @@ def markdown(record: Mapping[str, Any], noise: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(record: Mapping[str, Any], noise: Mapping[str, Any]) -> str:
+    """By type and format: how many bugs T1, T2 and either of them see, and the faintest beside its limit."""
+    lines = ["| type and cache | bugs | T1 | T2 | either | the faintest | of its limit |"]
+    lines.append("|---|--:|--:|--:|--:|---|--:|")
+    for kind in _kinds(record):
+        found = {row["name"]: held(row, noise) for row in record["rows"] if row["kind"] == kind}
+        tiers = [{line.tier for line in each if not line.ok} for each in found.values()]
+        seen = (sum(any(tier[:2] in over for tier in each) for each in tiers) for over in SEEN_BY)
+        name, line = min(
+            ((name, farthest(each)) for name, each in found.items()), key=lambda pair: pair[1].share
+        )
+        lines.append(f"| {kind} | {len(found)} | {' | '.join(map(str, seen))} | {name} | {_cell(line)} |")
+    return "\n".join(lines)
+
+
+def farthest(lines: Sequence[Line]) -> Line:
+    """The measure that is the most of its limit."""
+    return max(lines, key=lambda line: line.share)
+
+
+def _kinds(record: Mapping[str, Any]) -> list[str]:
+    has = {row["kind"] for row in record["rows"]}
+    return [kind for kind in map("/".join, product(DTYPES, FORMATS)) if kind in has]
+
+
 def _cell(line: Line) -> str:
-    share = f"{line.share:,.0f}" if line.share >= 10 else f"{line.share:.1f}"
-    return f"{share} ({line.tier[:2]})"
+    share = line.share
+    times = f"{share:.1f}" if share < 10 else f"{share:,.0f}" if share < 1e6 else f"{share:.0e}"
+    return f"{times} ({line.tier[:2]})"
 
 
 def unseen(record: Mapping[str, Any], noise: Mapping[str, Any]) -> list[str]:

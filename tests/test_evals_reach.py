@@ -54,8 +54,36 @@ def test_one_is_measured_and_shown(tmp_path: Path, monkeypatch):
     assert (row["name"], row["kind"]) == (bug.name, "float32/fp32")
     noise = measured_noise(MINI)
     shares = [line.share for line in reach.held(row, noise)]
-    assert result.output.splitlines()[-1] == f"| merge is the mean | {max(shares):,.0f} (T2) |"
+    assert f"\n| merge is the mean | {max(shares):.0e} (T2) |\n" in result.output
+    assert result.output.splitlines()[-1] == (
+        f"| float32/fp32 | 1 | 1 | 1 | 1 | merge is the mean | {max(shares):.0e} (T2) |"
+    )
     assert min(shares) > 1000
+
+
+def test_a_bug_that_one_tier_sees_is_seen():
+    """Counted once where both see it, and under the tier that does."""
+    noise = measured_noise(MINI)
+    allowed = limits(noise, AttentionPath())
+
+    def row(name: str, median: float, mean_kl: float) -> dict:
+        found = [
+            ["T1 shadow", "median", median * allowed["median"]],
+            ["T2 logits", "mean_kl", mean_kl * allowed["mean_kl"]],
+        ]
+        return {"name": name, "kind": "float32/fp32", "found": found}
+
+    rows = [row("both", 20.0, 3e7), row("one", 1.5, 0.5), row("other", 0.5, 1_234.4), row("none", 1.0, 0.9)]
+    assert reach.summary({"rows": rows}, noise).splitlines()[2:] == [
+        "| float32/fp32 | 4 | 2 | 2 | 3 | none | 1.0 (T1) |",
+    ]
+    shown = reach.markdown({"rows": rows}, noise).splitlines()[2:]
+    assert shown == [
+        "| none | 1.0 (T1) |",
+        "| one | 1.5 (T1) |",
+        "| other | 1,234 (T2) |",
+        "| both | 3e+07 (T2) |",
+    ]
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 99])
@@ -73,6 +101,19 @@ def test_rows_come_in_the_order_of_the_bugs_whoever_measures_them(jobs: int, mon
     assert [row["name"] for row in reach.reaches(MINI, {"kv_scale": 1.0}, "cpu", jobs)] == names
     assert len(shares) == min(jobs, 17)
     assert all(shares)
+
+
+def test_the_records_of_the_page_agree():
+    """What was found beyond limits, bug by bug, is what the run through all three tiers says of T1 and T2."""
+    folder = Path(reach.__file__).parents[1] / "docs/results"
+    beyond, run = (json.loads((folder / f"gate-{name}.json").read_text()) for name in ("reach-mini", "bugs"))
+    noise = measured_noise(MINI)
+    assert beyond["sha256"] == run["sha256"] == noise["sha256"]
+    planted = {name: _kind(found[0].path) for name, found in reach.planted(1.0).items()}
+    rows = [row for row in beyond["rows"] if row["kind"] == planted[row["name"]]]
+    seen = {row["name"]: {line.tier[:2] for line in reach.held(row, noise) if not line.ok} for row in rows}
+    marks = {each["name"]: (each["t1"], each["t2"]) for each in run["paths"] if each["wrong"]}
+    assert {name: ("T1" in over, "T2" in over) for name, over in seen.items()} == marks
 
 
 def test_a_bug_within_every_limit_is_named(monkeypatch):
@@ -97,6 +138,9 @@ def test_a_bug_within_every_limit_is_named(monkeypatch):
         "| faint | 0.5 (T1) |",
         "| clear | 40 (T1) |",
         "| nan | inf (T1) |",
+    ]
+    assert reach.summary(record, noise).splitlines()[2:] == [
+        "| float32/fp32 | 3 | 2 | 0 | 2 | faint | 0.5 (T1) |",
     ]
     monkeypatch.setattr(reach, "reaches", lambda *_: rows)
     result = CliRunner().invoke(app, ["reach", "mini"])

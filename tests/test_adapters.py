@@ -440,6 +440,7 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
     ("backend", "case", "reason"),
     [
         (flash_mla.BACKEND, RAGGED, "one positive length"),
+        (flash_mla.BACKEND, replace(UNIFORM, q_lens=(0,) * len(UNIFORM.q_lens)), "one positive length"),
         (flash_mla.BACKEND, replace(UNIFORM, block_size=16), "takes 64"),
         (flash_mla.BACKEND, replace(UNIFORM, cache_format="fp8_e4m3"), "bf16 or fp16 throughout"),
         (flash_mla.BACKEND, replace(UNIFORM, layout=CacheLayout(offset=2)), "offset of 2 bytes"),
@@ -455,6 +456,11 @@ def test_a_wrong_conversion_is_caught(wrong: str, stand_in_flash_mla: None, seed
         (flash_attn_3_varlen.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
         (flash_attn_3_varlen.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
         (flash_attn_2.BACKEND, replace(EXPANDED, config=replace(CONFIG, v_head_dim=200)), "x=192, v=200"),
+        (
+            flash_attn_2.BACKEND,
+            replace(EXPANDED, config=replace(CONFIG, qk_nope_head_dim=200)),
+            "x=264, v=128",
+        ),
         (flash_attn_2.BACKEND, replace(EXPANDED, dtype="float32"), "float32 queries"),
         (flash_attn_2.BACKEND, replace(EXPANDED, q_lens=(), kv_lens=()), "without requests"),
         (flash_attn_4.BACKEND, replace(EXPANDED, config=replace(CONFIG, v_head_dim=264)), "x=192, v=264"),

@@ -202,6 +202,8 @@ def test_nan_is_outside_every_limit(mini: Model, texts: list[Text]):
 def test_noise_belongs_to_its_weights(tmp_path: Path):
     with pytest.raises(ValueError, match=r"gate\.json: is missing; python -m evals calibrate"):
         measured_noise(tmp_path)
+    with pytest.raises(ValueError, match="is of a float32 model, not of a bfloat16 one; calibrate it again"):
+        measured_noise(MINI, "bfloat16")
     shutil.copy(MINI / NOISE, tmp_path)
     weights = bytearray((MINI / "model.safetensors").read_bytes())
     weights[-1] ^= 1

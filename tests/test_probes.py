@@ -53,9 +53,9 @@ from oracles.rules.graded import plant_deep
 from oracles.rules.guard_bands import BAND, guarded
 from oracles.rules.index_range import REACHES
 from oracles.rules.many_requests import BEGINNING, CROWDS
-from oracles.rules.needle import OF_ONE_RANGE, candidates, plant_far
+from oracles.rules.needle import OF_WIDE_RANGE, candidates, plant_far
 from oracles.verdict import ERROR, FAIL, PASS, UNSUPPORTED
-from oracles.verify import backends, judge
+from oracles.verify import backends, find_backend, judge
 
 AGAIN = [name for name in rules() if name not in OF_ONE_RUN]
 CPU = "cpu"
@@ -400,6 +400,18 @@ def test_an_error_says_in_which_of_the_calls_it_was(oracle, call, words):
     assert re.match(rf"{re.escape(words)}.*: KeyError: 'planted'", verdict.detail)
 
 
+def test_one_block_is_no_blocks():
+    case = next(mutant.case for mutant in mutants() if mutant.case.problem == "cache_capacity")
+    right = find_backend("mla_ref.capacity").fn
+
+    def generous(*args):
+        output = right(*args)
+        return output._replace(num_blocks=output.num_blocks + 1)
+
+    (verdict,) = judge(Backend("generous", "cache_capacity", generous), case, oracles=["budget"])
+    assert re.fullmatch(r"in \d+ bytes there is room for 1 block of (\d+) bytes, not 2 of \1", verdict.detail)
+
+
 def test_the_sign_of_a_zero_is_nobody_s_claim():
     """A row without a key is a sum of values times 0, and some kernels leave it the sign of their sum."""
 
@@ -445,7 +457,7 @@ def test_low_scores_are_lower_than_any_of_float16(contract, dtype, seed):
             assert all(x.isfinite().all() for x in inputs[:2] if isinstance(x, torch.Tensor) and x.dim() == 3)
 
 
-@pytest.mark.parametrize("fmt", sorted({*formats(), "bf16"}.difference(OF_ONE_RANGE)))
+@pytest.mark.parametrize("fmt", OF_WIDE_RANGE)
 def test_far_values_are_beyond_float16_and_held_exactly(fmt, seed):
     config = replace(LATENT.config, kv_lora_rank=256)
     case = exactly_scaled(replace(LATENT, config=config, cache_format=fmt, seed=seed))

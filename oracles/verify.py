@@ -68,7 +68,9 @@ def find_backend(spec: str) -> Backend:
     except (ImportError, ValueError) as error:
         raise ValueError(f"backend {spec!r}: cannot import {module!r}: {first_line(error)}") from None
     if found is None:
-        raise ValueError(f"backend {spec!r}: {module} has no {attribute}")
+        here = vars(importlib.import_module(module)).items()
+        others = ", ".join(f"{module}:{name}" for name, value in here if isinstance(value, Backend))
+        raise ValueError(f"backend {spec!r}: {module} has no {attribute}" + (others and f", but {others}"))
     if not isinstance(found, Backend):
         raise ValueError(f"backend {spec!r}: {attribute} is {type(found).__name__}, not a Backend")
     try:

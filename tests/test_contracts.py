@@ -6,6 +6,7 @@ from mla_ref.formats import formats
 from mla_ref.problem import problems
 from oracles.command import main
 from oracles.tables import contract
+from oracles.verify import find_backend
 
 
 @pytest.mark.parametrize("name", problems())
@@ -25,3 +26,12 @@ def test_every_byte_of_a_format_is_explained(name):
 def test_list_of_a_name_prints_its_contract(capsys):
     assert main(["list", "fp8_ds_mla"]) == 0
     assert "c        c/32     fp32   one scale for 128 channels" in capsys.readouterr().out
+
+
+def test_a_module_without_the_usual_name_tells_the_names_that_it_has(tmp_path, monkeypatch):
+    (tmp_path / "their_parts.py").write_text(
+        "from mla_ref.latent import BACKEND as DECODE\nfrom mla_ref.naive import BACKEND as PREFILL\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"has no BACKEND, but their_parts:DECODE, their_parts:PREFILL$"):
+        find_backend("their_parts")

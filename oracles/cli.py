@@ -97,7 +97,8 @@ def list_command(
     for name in [what] if what else LISTED:
         if not what:
             write(console, "")
-        header, rows = TABLES[name]()
+        with _typed_by_user():
+            header, rows = TABLES[name]()
         table = Table(*header, box=None, header_style="bold", pad_edge=False)
         for row in rows:
             table.add_row(*map(cell, row))

@@ -217,8 +217,18 @@ def from_json(text: str) -> list[Killed]:
     return [Killed(**row) for row in json.loads(text)]
 
 
+def why_no_record() -> str | None:
+    """What keeps this installation from having the record; None if nothing does."""
+    if RECORD.parent.is_dir():
+        return None
+    there = "/".join(RECORD.parts[-3:])
+    return f"the record of mutants is a checkout's {there}, which an installed package has not"
+
+
 def recorded() -> list[Killed]:
-    """The matrix that the docs show."""
+    """The matrix that the docs show. Raises: ValueError where there is no checkout around this package."""
+    if reason := why_no_record():
+        raise ValueError(reason)
     return from_json(RECORD.read_text(encoding="utf-8"))
 
 

@@ -10,7 +10,15 @@ from rich.progress import track
 
 from oracles.exits import UsageError, said
 from oracles.field import RULES
-from oracles.kill_matrix import Killed, every_mutant, matching, measure, put_on_record, to_json
+from oracles.kill_matrix import (
+    Killed,
+    every_mutant,
+    matching,
+    measure,
+    put_on_record,
+    to_json,
+    why_no_record,
+)
 from oracles.oracle import rules
 from oracles.source_mutants import why_not
 from oracles.verify import use_device
@@ -38,6 +46,8 @@ def mutants(
         found = matching(every_mutant(), name, problem, oracle)
         if not found:
             raise ValueError("no mutant is of these names and problems and judged by these oracles")
+        if record and (reason := why_no_record()):
+            raise ValueError(reason)
     except ValueError as error:
         raise UsageError(said(error)) from None
     console = Console(stderr=True)

@@ -194,3 +194,14 @@ def test_the_record_takes_new_rows_and_loses_those_of_mutants_that_are_gone(tmp_
 def test_tables_show_the_record():
     assert len(TABLES["kills"]().rows) == len(recorded())
     assert [row[0] for row in TABLES["field"]().rows] == list(RULES)
+
+
+@pytest.mark.parametrize("asked", [["list", "kills"], ["mutants", "--record", "--mutant", "states_averaged"]])
+def test_an_installed_package_says_that_the_record_is_a_checkouts(asked, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kill_matrix, "RECORD", tmp_path / "docs" / "results" / "mutants.json")
+    monkeypatch.setattr("oracles.mutants_cli.measure", None)  # it is said before anything is measured
+    assert main(asked) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "the record of mutants is a checkout's docs/results/mutants.json, which an installed package" in said
+    )

@@ -16,11 +16,11 @@ Grid: (parts,), at most one program an SM. A program walks the items of its part
 Codes become 16-bit numbers in registers, on the way into a product. One partition, not one for each half:
 what such a loop waits for are instructions, and so two warps of a scheduler run the same.
 
-Types: a code is exact in float16 and in bfloat16. A row's query in a tile, and the quarter of the rope part
-that goes with it, are scaled by a power of two, and the tile is rounded to float16, which changes no channel
-that is above 2⁻³⁰ of its largest and 2⁻⁷⁰ of the quarter's. Partial scores are in that unit, and finite there
-for scales up to 2⁹⁶. Scores, sums, weights and accumulators float32. Exponentials are base 2. The maximum is
-lazy, as in ``_gluon_decode_kernel``.
+Types: a code is exact in float16 and in bfloat16. A row's query in a tile, and the quarter of the rope
+part that goes with it, are scaled by a power of two, and the tile is rounded to float16, which changes
+no channel that is above 2⁻²⁹ of its largest and 2⁻⁶⁹ of the quarter's. Partial scores are in that unit,
+and finite there for scales up to 2⁹⁶ and rope parts of keys below 2⁶⁸. Scores, sums, weights and
+accumulators float32. Exponentials are base 2. The maximum is lazy, as in ``_gluon_decode_kernel``.
 
 float16 is two instructions from two codes where bfloat16 is five, and has eleven bits, but a range of forty
 binades. A weight is at most 2^SLACK. Scales are counted in an item's unit, a power of two, and a block that

@@ -30,7 +30,7 @@ DISCARD_ASM: gl.constexpr = gl.constexpr(
 
 @gluon.jit
 def _discard(p_line, m):
-    """What lines of L2 hold is undefined from now on, and never written to memory."""
+    """What lines of L2 hold is undefined from now on, and need not be written to memory."""
     gl.inline_asm_elementwise(
         DISCARD_ASM, "=r,l,r", [p_line, m.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
     )

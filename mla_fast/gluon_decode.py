@@ -183,7 +183,7 @@ def attend(
             maxnreg=168,
             launch_pdl=True,
         )
-    return merged(schedule, results, drop=schedule.lanes == 1)  # up to 64 rows memory is the bound
+    return merged(schedule, results, drop=schedule.lanes == 1)  # up to 64 rows a request memory bounds
 
 
 def empty_results(schedule: Plan, ql_nope: torch.Tensor) -> Results:
@@ -201,7 +201,8 @@ def empty_results(schedule: Plan, ql_nope: torch.Tensor) -> Results:
 def merged(schedule: Plan, results: Results, drop: bool = False) -> AttentionOutput:
     """The output, once the partial results of split tiles are merged into it.
 
-    drop: where rows are many, partial results never reach memory; for kernels that memory bounds.
+    drop: where rows are many, partial outputs are discarded in L2 once read, so that few reach memory; for
+    kernels that memory bounds.
     """
     from mla_fast._gluon_merge_kernel import COLUMNS, ROWS, merge_rows_kernel
     from mla_fast._split_schedule import MERGE_FIELDS, merge_kernel

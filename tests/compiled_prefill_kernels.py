@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import triton
-from compiled_gluon_kernels import complaints
+from compiled_gluon_kernels import complaints, scattered
 from compiled_kernels import CUOBJDUMP, target
 from triton.runtime.jit import KernelInterface
 
@@ -90,6 +90,7 @@ def compile_one(p: int, r: int, v: int, fmt: str) -> None:
         "shared": kernel.metadata.shared,
         "loops": hot_loops(kernel.asm["cubin"]),
         "complaints": complaints(kernel.asm["ptx"]),
+        "scattered": scattered(kernel.asm["ttgir"]),
     }
     sys.stdout.write(json.dumps(line) + "\n")
 

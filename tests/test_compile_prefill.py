@@ -18,6 +18,7 @@ def test_compiles(row: tuple[int, int, int, str], tmp_path: Path) -> None:
     (kernel,) = kernels_of("compiled_prefill_kernels", tmp_path, *row)
     assert kernel["shared"] <= SHARED_BYTES[90]
     assert kernel["complaints"] == []
+    assert kernel["scattered"] == []
     assert len(kernel["loops"]) == 2
     p, r = row[:2]
     for loop in kernel["loops"]:

@@ -25,7 +25,7 @@ class Numerics:
     form: "latent" (no projections), "absorbed" or "expanded".
     p: type of the softmax weights in the product with the values.
     shared_p: whether every channel of a row multiplies the same rounded weights; False where warpgroups round
-        copies of their own.
+        copies of their own, or a tile's scale is folded in before.
     sum_rounded_p: whether the denominator sums the rounded weights; None: either.
     partial: type of partial outputs between splits or chunks.
     max_splits: the most partial results that are ever merged into one row.

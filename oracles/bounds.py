@@ -720,11 +720,12 @@ def factors(inputs: Any, numerics: Numerics, out: torch.Tensor) -> Factors:
     """
     dtype = inputs[0].dtype
     value, error = (torch.full_like(out, y, dtype=torch.float64) for y in (0.0, NO_CLAIM))
+    heaviest = 1.0 + number_format(numerics.p, dtype).roundoff
     for rows, shared in rows_and_errors(inputs, numerics, dtype):
         mixture = mixed(rows, shared, rows.operands.values, rows.out)
         absolute, reach = numerator_errors(rows, shared, mixture, inputs, numerics, dtype)
         own = (shared.denominator + shared.division)[..., None]
-        apart = (channel_roundings(shared, numerics, dtype) + own) * reach + absolute
+        apart = (channel_roundings(shared, numerics, dtype) + heaviest * own) * reach + heaviest * absolute
         divided = own + shared.summed
         apart = (apart / (1.0 - divided)).masked_fill(divided >= 1.0, NO_CLAIM)
         single = (rows.seen.sum(-1) == 1)[:, None]

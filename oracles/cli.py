@@ -87,7 +87,9 @@ def list_command(
     """Show what there is, and why a backend cannot run here."""
     _use_device(device)
     console = to_stdout()
-    if agreed := contract(what):
+    with _typed_by_user():
+        agreed = contract(what)
+    if agreed:
         write(console, *agreed.splitlines())
         return
     if what and what not in TABLES:

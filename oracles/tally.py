@@ -52,7 +52,7 @@ class Tally:
         for plain in record.verdicts:
             count.held += plain["status"] in HELD
             count.not_run += plain["status"] in NOT_RUN
-            claims = claims or claims_something(plain["status"], plain["num_checked"], plain["detail"])
+            claims = claims or claims_something(plain["status"], plain["num_checked"])
             if plain["worst"] is not None:
                 count.worst = max(count.worst, (float(plain["worst"]["ratio"]), plain["oracle"]))
             if plain["status"] in BROKEN:

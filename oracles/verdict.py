@@ -21,8 +21,8 @@ NOT_RUN = (UNSUPPORTED, UNAVAILABLE)
 STATUSES = HELD + BROKEN + NOT_RUN
 
 
-def claims_something(status: str, num_checked: int, detail: str) -> bool:
-    """Whether anything was looked at, of which it says that it held: else the detail is why not."""
+def claims_something(status: str, num_checked: int) -> bool:
+    """Whether anything was looked at, of which it says that it held, or something broke."""
     return status in BROKEN or (status in HELD and num_checked > 0)
 
 
@@ -114,7 +114,7 @@ class Verdict:
     @property
     def claims(self) -> bool:
         """As ``claims_something``."""
-        return claims_something(self.status, self.num_checked, self.detail)
+        return claims_something(self.status, self.num_checked)
 
     def to_json(self) -> str:
         """One line of JSON. Non-finite numbers are written as strings, so that any parser reads it."""

@@ -4,7 +4,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from gluon_emulator import Emulated, discarded
+from gluon_emulator import HANGS, Emulated, discarded
 
 from mla_fast import _gluon_merge_kernel, _split_schedule, gluon_decode
 from mla_ref.backend import Backend
@@ -83,7 +83,11 @@ def assert_holds(
 
 
 def assert_shows(backend: Backend, case: Case, oracles: tuple[str, ...]) -> None:
-    """What was planted is noticed: the kernel ends all the same, and a claim does not hold."""
+    """What was planted is noticed: the kernel ends and a claim does not hold, or it hangs, as a GPU would.
+
+    Which of the two a race is may differ from run to run; that a kernel raised proves nothing.
+    """
     verdicts = judge(backend, case, oracles=oracles)
-    assert {verdict.status for verdict in verdicts} <= {PASS, FAIL}, [v.detail for v in verdicts]
-    assert FAIL in {verdict.status for verdict in verdicts}
+    found = {"hangs" if HANGS in verdict.detail else verdict.status for verdict in verdicts}
+    assert found <= {PASS, FAIL, "hangs"}, [v.detail for v in verdicts]
+    assert found & {FAIL, "hangs"}

@@ -18,6 +18,8 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+HANGS = "deadlock: nobody completes this phase"
+
 
 class Crew:
     """The partitions that run, and what each of them waits for; one lock for all barriers.
@@ -308,7 +310,7 @@ class Barrier:
                 CREW.waits[me] = self, parity
                 try:
                     if CREW.failed or CREW.is_stuck():
-                        raise RuntimeError("deadlock: nobody completes this phase")
+                        raise RuntimeError(HANGS)
                     CREW.changed.wait()
                 finally:
                     del CREW.waits[me]

@@ -578,15 +578,19 @@ def test_every_fault_of_a_stranger_is_a_verdict_and_the_campaign_goes_on(tmp_pat
     assert Path("corpus").read_text() == "", "nothing was made small"
     out = capsys.readouterr().out
     ends = {3: FAIL, 5: ERROR, 64: CRASH, 20: TIMEOUT}
-    found = {number: [] for number in range(24)}
+    found, verdicts = {number: [] for number in range(24)}, []
     for record in RunDirectory(tmp_path / "run").records():
+        verdicts += record.verdicts
         heads = record.case["config"]["num_heads"]
         found[record.number] = [verdict["status"] for verdict in record.verdicts]
         # Nothing is wrong with no tokens.
         wrong = PASS if heads == 3 and not sum(record.case["q_lens"]) else ends.get(heads, PASS)
         assert found[record.number] == [wrong]
     met = Counter(status for statuses in found.values() for status in statuses)
+    # A case without a token, or without channels, has nothing to look at, and does not count.
+    claimed = sum(verdict["status"] in BROKEN or verdict["num_checked"] > 0 for verdict in verdicts)
     assert set(met) == {PASS, *ends.values()}
+    assert claimed < 24
     for words in (
         "LookupError: lost",
         "died of SIGABRT in fn, liar_all.py:",
@@ -595,7 +599,7 @@ def test_every_fault_of_a_stranger_is_a_verdict_and_the_campaign_goes_on(tmp_pat
         assert words in out
     broken = sum(met[status] for status in BROKEN)
     assert re.search(rf"^24 cases, {met[PASS]} claims held, {broken} failed, 0 not run, in ", out, re.M)
-    assert re.search(rf"; {broken} of 24 cases fail: {broken / 24:.2g} seen$", out, re.M)
+    assert re.search(rf"; {broken} of {claimed} cases fail: {broken / claimed:.2g} seen$", out, re.M)
     assert out.count("  again mla-verify replay ") == len(
         {line for line in out.splitlines() if "  case  " in line}
     )
@@ -657,7 +661,7 @@ def test_interrupted_then_killed_then_run_to_its_end(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert re.search(
-        r"^400 cases, 400 claims held, 0 failed, .*; 0 of 400 cases fail: below 0.0075$", ended.stdout, re.M
+        r"^400 cases, 400 claims held, 0 failed, .*; 0 of 263 cases fail: below 0.011$", ended.stdout, re.M
     )
     assert sorted(cases_of(tmp_path / "run")) == list(range(400))
 

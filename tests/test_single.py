@@ -10,7 +10,7 @@ from simulated_kernel import Schedule, simulated
 
 from mla_ref.numerics import FLOAT32, INPUT, Numerics
 from mla_ref.problem import problem
-from oracles.bounds import factors, nearest, shares_a_factor
+from oracles.bounds import factors, nearest, number_format, shares_a_factor
 from oracles.coverage import draw
 from oracles.exact import attention
 from oracles.mutants import LATENT, mutants
@@ -58,6 +58,26 @@ def test_a_weight_of_any_size_is_one_factor(p, dtype, finish, seed):
         within = (narrow.double() / total.double())[..., 0]
         assert (low.amax(-1) <= within).all()
         assert (within <= high.amin(-1)).all()
+
+
+@pytest.mark.parametrize("p", ["bfloat16", "float8_e4m3fn"])
+def test_a_projected_value_is_off_before_its_weight_multiplies_it(p, seed):
+    """By its own rounding, and the weight by the most there is."""
+    config = replace(CASE.config, num_heads=64)
+    case = replace(CASE, problem="attention", config=config, q_lens=(1,) * 16, kv_lens=(1,) * 16, seed=seed)
+    inputs = problem(case.problem).materialize(case, CPU)
+    numerics = Numerics(p=p, form="expanded", operand=INPUT)
+    exact = attention(inputs)[0]
+    value = nearest(exact, torch.bfloat16)
+    width = number_format(p, torch.bfloat16).roundoff
+    weight = 1.0 + width * (1.0 + 2.0**-8)
+    narrow = float(torch.tensor(weight).to(getattr(torch, p)))
+    assert narrow > weight
+    out = (narrow * value / weight).bfloat16()
+    least, most = factors(inputs, numerics, out)
+    assert (least.amax(-1) <= most.amin(-1)).all()
+    assert (least.amax(-1) <= narrow / weight).all()
+    assert (narrow / weight <= most.amin(-1)).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -14,6 +14,7 @@ from mla_ref.formats import CacheFormat, formats
 from mla_ref.latent import BACKEND as LATENT
 from mla_ref.layer import BACKEND as LAYER
 from mla_ref.presets import preset
+from oracles.command import main
 from oracles.tables import TABLES, contract
 from oracles.verdict import FAIL, PASS
 from oracles.verify import judge
@@ -153,6 +154,7 @@ def test_what_is_right_over_a_format_that_only_itself_knows_is_no_alarm(theirs, 
         case = case_of(right.problem, theirs, regime=regime)
         verdicts = judge(replace(right, variants={}), case, oracles=oracles)
         assert [(v.oracle, v.detail) for v in verdicts if v.status != PASS] == []
+        assert all(v.num_checked for v in verdicts if v.oracle == "stored")
 
 
 def test_what_is_wrong_over_such_a_format_is_seen(theirs):
@@ -183,3 +185,12 @@ def test_a_strangers_format_is_listed_with_where_it_comes_from(theirs):
     rows = {row[0]: row for row in TABLES["formats"]().rows}
     assert rows[theirs.name][-1] == f"Brought by {__name__}."
     assert contract(theirs.name).startswith("A cache format that another package brings")
+
+
+def test_a_format_that_does_not_load_is_one_line_whatever_is_listed(monkeypatch, capsys):
+    def broken():
+        raise ValueError("cache format theirs: cannot be loaded")
+
+    monkeypatch.setattr("oracles.tables.formats", broken)
+    assert main(["list", "regimes"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["mla-verify: cache format theirs: cannot be loaded"]

@@ -53,13 +53,14 @@ def check(trial: Trial) -> Finding:
         finding = graphs[which]()
         if isinstance(finding, str):
             missing[which] = finding
+        elif not finding.ok:  # known, whatever becomes of the other
+            return finding
         else:
             findings.append(finding)
     why_not = "; ".join(dict.fromkeys(filter(None, missing)))
     if not findings:
         return nothing(why_not)
-    worst = worst_of(findings)
-    return replace(worst, detail=why_not) if worst.ok else worst
+    return replace(worst_of(findings), detail=why_not)
 
 
 def _prepared(trial: Trial, memory: Any) -> Any:

@@ -47,13 +47,16 @@ ROWS = ("ql_nope", "q_nope", "q_pe", "query", "kv_c", "k_pe", "outs", "lses", "x
 
 def check(trial: Trial) -> Finding:
     """Run over the same pages, far in, and over the same rows, far apart."""
-    found = [_farthest(trial, what, move) for what, move in (("pages", _far_pages), ("rows", _far_rows))]
-    findings = [finding for finding in found if finding is not None]
+    findings: list[Finding] = []
+    for what, move in (("pages", _far_pages), ("rows", _far_rows)):
+        finding = _farthest(trial, what, move)
+        if finding is not None:
+            findings.append(finding)
+            if not finding.ok:  # known, whatever becomes of the next call
+                return finding
     if not findings:
         return nothing("nothing has two rows")
     worst = worst_of(findings)
-    if not worst.ok:
-        return worst
     spoken = next((finding for finding in findings if finding.num_checked), worst)
     return replace(spoken, detail="; ".join(finding.detail for finding in findings if finding.detail))
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
+from mla_ref.formats import formats
 from mla_ref.values import permutation
-from oracles.bounds import type_named
+from oracles.bounds import is_known, type_named
 from oracles.lost_keys import lost_keys
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
@@ -53,7 +54,7 @@ EXACTLY_SUMMED = 256
 # Powers of two of values. Formats that end with float16, at 2¹⁶, or have one scale do not hold the far ones;
 # that of scales which are powers of two begins at 2⁻²². What a stranger's format holds is not known.
 FAR, NEAR = range(-20, 15), range(-8, -1)
-OF_WIDE_RANGE = ("bf16", "fp32", "fp8_ds_mla", "fp8_ds_mla_pow2")
+OF_NARROW_RANGE = ("fp16", "fp8_e4m3")
 
 
 def check(trial: Trial) -> Finding:
@@ -66,7 +67,7 @@ def check(trial: Trial) -> Finding:
         limit = torch.finfo(type_named(accumulate, getattr(torch, case.dtype))).max
         if _factor(case, trial.inputs) * code_width(trial.inputs) > limit:
             return nothing(f"{accumulate} ends before the products of this probe")
-    far = case.seed % 2 == 1 and case.cache_format in OF_WIDE_RANGE and wide(trial)
+    far = case.seed % 2 == 1 and _holds_far_values(case.cache_format) and wide(trial)
     probe, what = plant_far if far else plant, "with queries that are close to one key each"
     scaled = exactly_scaled(case)
 
@@ -74,6 +75,10 @@ def check(trial: Trial) -> Finding:
         return lost_keys(sought(scaled, trial.device)[1], wrong.cpu(), case.kv_lens, case.block_size)
 
     return shows(trial, probe, scaled, what, exact_dots=exact_dots, more=lost)
+
+
+def _holds_far_values(name: str) -> bool:
+    return name not in OF_NARROW_RANGE and is_known(formats()[name])
 
 
 def plant(case: Case, device: str) -> Probe:

@@ -58,7 +58,8 @@ def one_factor(trial: Trial, inputs: Any, output: Any) -> Finding:
     return Finding(
         ok=False,
         detail=f"out: {num_bad} of {apart.numel()} rows are no multiple of their key's value: at "
-        f"{place('t h', (t, h), inputs)}, {channels[0]} or more, {channels[1]} or less",
+        f"{place('t h', (t, h), inputs)}, {channels[0]} or more, {channels[1]} or less; "
+        "shared_p=False declares weights that are rounded more than once",
         num_bad=num_bad,
         num_checked=apart.numel(),
     )

@@ -10,9 +10,7 @@ Exact or bounded: codes are exact up to the roundings before them, bytes outside
 Kills: slots off by one, a negative slot that wraps around, missing saturation, a foreign scale.
 """
 
-from typing import Any
-
-import torch
+from dataclasses import replace
 
 from oracles.bounds import Ball, Part, is_known, new_entries, stored_parts
 from oracles.compare import identical, place, within, worst_of
@@ -39,7 +37,11 @@ def check(trial: Trial) -> Finding:
     if not all(finding.ok for finding in outside) or not len(tokens):
         return worst_of(outside)
     if not is_known(inputs.cache_format):
-        return as_encoded(inputs, stored, tokens)
+        if not hasattr(inputs, "kv_c") or hasattr(inputs, "rope"):
+            left_open = "the roundings before a stranger's format leave its codes open"
+            return replace(worst_of(outside), detail=left_open)
+        encoded = inputs.cache_format.encode(inputs.kv_c[tokens], inputs.k_pe[tokens], inputs.kv_scale)
+        return identical("kv_cache's entry", stored, encoded)
     kv_c, k_pe = (Ball(x.mid[tokens], x.radius[tokens]) for x in new_entries(inputs, trial.backend.numerics))
 
     def judge(part: Part) -> Finding:
@@ -55,14 +57,6 @@ def check(trial: Trial) -> Finding:
     return worst_of(
         [judge(part) for part in stored_parts(inputs.cache_format, stored, kv_c, k_pe, inputs.kv_scale)]
     )
-
-
-def as_encoded(inputs: Any, stored: torch.Tensor, tokens: torch.Tensor) -> Finding:
-    """The entries of a stranger's format, which nothing but itself describes."""
-    if not hasattr(inputs, "kv_c") or hasattr(inputs, "rope"):
-        return Finding(ok=True, detail="the roundings before a stranger's format leave its codes open")
-    want = inputs.cache_format.encode(inputs.kv_c[tokens], inputs.k_pe[tokens], inputs.kv_scale)
-    return identical("kv_cache's entry", stored, want)
 
 
 ORACLE = Oracle(

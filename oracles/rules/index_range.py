@@ -56,8 +56,7 @@ def check(trial: Trial) -> Finding:
                 return finding
     if not findings:
         return nothing("nothing has two rows")
-    worst = worst_of(findings)
-    spoken = next((finding for finding in findings if finding.num_checked), worst)
+    spoken = next((finding for finding in findings if finding.num_checked), findings[0])
     return replace(spoken, detail="; ".join(finding.detail for finding in findings if finding.detail))
 
 

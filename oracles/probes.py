@@ -25,7 +25,7 @@ from mla_ref.problem import problem
 from mla_ref.problems.paged_attention import pages
 from mla_ref.values import integers, signs
 from oracles.asked import declined
-from oracles.bounds import ADMISSIBLE, Admissible, spacing, type_named
+from oracles.bounds import ADMISSIBLE, Admissible, is_known, spacing, type_named
 from oracles.compare import identical, told, within, worst_of
 from oracles.oracle import Trial, private_copy
 from oracles.verdict import Finding
@@ -289,6 +289,11 @@ def cached_anew(inputs: Any, case: Case, entries: Mapping[str, torch.Tensor]) ->
     for name, values in entries.items():
         scatter(getattr(other, name), slot, values)
     return other
+
+
+def is_strange(inputs: Any) -> bool:
+    """Whether there is a cache of which only the format itself knows the entries."""
+    return hasattr(inputs, "cache_format") and not is_known(inputs.cache_format)
 
 
 def decoded(inputs: Any, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
-from oracles.bounds import is_known
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
     ATTENTION,
     admissible,
     alike,
     first_keys,
+    is_strange,
     lengths,
     made,
     materialized,
@@ -80,7 +80,7 @@ def changed(case: Case, device: str) -> Any:
 
 def _other(entry: torch.Tensor, case: Case, inputs: Any) -> torch.Tensor:
     """Another entry of the same format: its latent channels in reverse order."""
-    if hasattr(inputs, "cache_format") and not is_known(inputs.cache_format):
+    if is_strange(inputs):
         fmt, scale = inputs.cache_format, inputs.kv_scale
         widths = case.config.kv_lora_rank, case.config.qk_rope_head_dim
         kv_c, k_pe = fmt.decode(entry[None], *widths, scale, torch.float32)

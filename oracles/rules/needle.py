@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
-from mla_ref.formats import formats
 from mla_ref.values import permutation
-from oracles.bounds import is_known, type_named
+from oracles.bounds import type_named
 from oracles.lost_keys import lost_keys
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
@@ -32,6 +31,7 @@ from oracles.probes import (
     code_width,
     exactly_scaled,
     first_keys,
+    is_strange,
     lengths,
     materialized,
     nothing,
@@ -67,7 +67,8 @@ def check(trial: Trial) -> Finding:
         limit = torch.finfo(type_named(accumulate, getattr(torch, case.dtype))).max
         if _factor(case, trial.inputs) * code_width(trial.inputs) > limit:
             return nothing(f"{accumulate} ends before the products of this probe")
-    far = case.seed % 2 == 1 and _holds_far_values(case.cache_format) and wide(trial)
+    strange = is_strange(trial.inputs)
+    far = case.seed % 2 == 1 and case.cache_format not in OF_NARROW_RANGE and not strange and wide(trial)
     probe, what = plant_far if far else plant, "with queries that are close to one key each"
     scaled = exactly_scaled(case)
 
@@ -75,10 +76,6 @@ def check(trial: Trial) -> Finding:
         return lost_keys(sought(scaled, trial.device)[1], wrong.cpu(), case.kv_lens, case.block_size)
 
     return shows(trial, probe, scaled, what, exact_dots=exact_dots, more=lost)
-
-
-def _holds_far_values(name: str) -> bool:
-    return name not in OF_NARROW_RANGE and is_known(formats()[name])
 
 
 def plant(case: Case, device: str) -> Probe:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mla_ref.case import Case
-from oracles.bounds import LEAST_SCALED, is_known
+from oracles.bounds import LEAST_SCALED
 from oracles.compare import identical, told, worst_of
 from oracles.oracle import Oracle, Trial
 from oracles.probes import (
@@ -23,6 +23,7 @@ from oracles.probes import (
     asked,
     decoded,
     encoded,
+    is_strange,
     made,
     materialized,
     nothing,
@@ -71,11 +72,6 @@ def by_rope_alone(case: Case, device: str) -> Any:
     if is_strange(inputs):  # as its own codes are, so that four times as much may be, too
         inputs = restored(inputs, encoded(inputs, *decoded(inputs)))
     return asked(inputs, getattr(inputs, queries(inputs)[-1]))
-
-
-def is_strange(inputs: Any) -> bool:
-    """Whether only the format itself knows its entries."""
-    return hasattr(inputs, "cache_format") and not is_known(inputs.cache_format)
 
 
 def scales_exactly(case: Case, device: str) -> bool:
